@@ -6,13 +6,17 @@ Sides take turns in blocks of steps, which both ranks begin at the same time; th
 is lookup, backward and update of one process with one thread, with `Adam` against nn.EmbeddingBag and SparseAdam, and
 with `RowwiseAdagrad` in a dynamic table with random ids of 64 bits, all of which have rows, against fixed rows. The
 last row is the same with SGD on a table of 50 million rows against one of 100 000: what a step costs must not depend on
-the rows that there are, except for what the caches hold.
+the rows that there are, except for what the caches hold. Between them are steps of two ranks and one server, in each
+mode of consistency, against two ranks that update the rows themselves (`scripts/table_servers.py`).
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -27,7 +31,7 @@ from bench.ddp import in_blocks
 from bench.measure import Effort, alternate
 from bench.models import classify
 from bench.ranks import run_ranks
-from bench.rows import Goal, Row, summarise
+from bench.rows import Goal, Row, row_from_json, summarise
 from bench.sides import check_equal
 from unisono.embedding import SGD, Adam, RowwiseAdagrad, Table, Tables, dense_parameters
 
@@ -36,12 +40,15 @@ __all__ = ["run"]
 _ROWS = (30, 100_000, 1_000_000)
 _BAGS, _IDS, _DIM, _CLASSES = 256, 8, 16, 8
 _RATE = 0.05
+_SCRIPT = Path(__file__).parent / "scripts" / "table_servers.py"
 
 
 def run(effort: Effort) -> Iterator[Row]:
     """Measure two ranks against DDP, then the kernel."""
     for rows in _ROWS[:1] if effort.quick else _ROWS:
         yield from run_ranks(_against_ddp, 2, effort, rows)
+    for mode in ("sync", "bounded(4)", "async"):
+        yield _with_server(effort, mode)
     kernels = [(1000, 8, 64, 4)] if effort.quick else [(100_000, 16, 2048, 8), (1_000_000, 64, 4096, 10)]
     for rows, dim, bags, ids in kernels:
         yield _kernel(effort, rows, dim, bags, ids)
@@ -114,6 +121,17 @@ def _against_ddp(effort: Effort, rows: int) -> list[Row]:
             rows=rows,
         )
     ]
+
+
+def _with_server(effort: Effort, mode: str) -> Row:
+    rows = 1000 if effort.quick else 100_000
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--servers", "1", str(_SCRIPT)]
+    done = subprocess.run(
+        [*command, mode, str(rows), str(effort.rounds(40))], capture_output=True, text=True, check=False, timeout=600
+    )
+    if done.returncode:
+        raise RuntimeError(f"the job with a server ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return row_from_json(done.stdout.partition("] ")[2])
 
 
 def _by_size(effort: Effort, rows: int) -> Row:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import random
 import re
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import unisono
+from launcher import Launcher
 from unisono.embedding import SGD, Table, Tables
+from unisono.launch.control import ask
 from unisono.variables import SERVERS_VARIABLE
 
 PROGRAM = Path(__file__).parent / "programs" / "table_servers.py"
@@ -26,13 +33,12 @@ def without(fork_python):
     return fork_python(PROGRAM, "sync", STEPS, "-")[0].split()[-1]
 
 
-def counts(job) -> dict[str, int]:
-    (line,) = [line for line in job.lines() if line.startswith("ServerCounts")]
-    return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", line)}
+def counts(out: str) -> dict[str, int]:
+    return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", out.partition("ServerCounts")[2])}
 
 
 def check_counts(job, *, steps) -> dict[str, int]:
-    found = counts(job)
+    found = counts(job.out)
     assert found["steps"] == found["applied"] == steps and found["rows_applied"] == found["rows_given"] > 1000 * steps
     return found
 
@@ -69,6 +75,39 @@ def test_steps_that_do_not_wait_lose_no_update(run_ranks, mode):
     assert found["most_stale"] == 2 if mode == "bounded(2)" else found["most_stale"] > 0
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("mode", "ranks_die"), [("sync", False), ("sync", True), ("bounded(2)", True), ("async", False)]
+)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.usefixtures("here")
+def test_twenty_kills_at_random_moments(run_ranks, launch_host, mode, ranks_die, seed):
+    steps = 400
+    calm = run_ranks(2, PROGRAM, mode, steps, "-", flags=["--servers", "2"])
+    launcher, rng = Launcher(Path.cwd(), launch_host), random.Random(seed)
+    killed: list[int] = []
+    with launcher.start("run", "-n", "2", "--servers", "2", str(PROGRAM), mode, str(steps), "-") as process:
+        while process.poll() is None and len(killed) < 20:
+            wants_rank = ranks_die and len(killed) % 5 == 4
+            answer = ask(process.pid, {"ask": "ranks" if wants_rank else "job"}) or {}
+            found = answer.get("ranks") if wants_rank else answer.get("servers")
+            if not isinstance(found, list) or (wants_rank and not all(each["armed"] for each in found)):
+                found = []
+            if pids := [each["pid"] for each in found if each["pid"] not in killed]:
+                killed.append(rng.choice(pids))
+                with suppress(ProcessLookupError):
+                    os.kill(killed[-1], signal.SIGKILL)
+            time.sleep(rng.uniform(0.05, 0.6))
+        out, err = (text.decode() for text in process.communicate(timeout=300))
+    assert process.returncode == 0 and len(killed) == 20, err
+    if mode == "sync":
+        assert calm.sha() in out
+    found = counts(out)
+    assert found["steps"] == found["applied"] and found["rows_applied"] == found["rows_given"] > 0
+    if not ranks_die:
+        assert found["rows_given"] == counts(calm.out)["rows_given"] and found["steps"] == steps - 1
+
+
 @pytest.mark.usefixtures("here")
 def test_servers_without_tables_are_told(run_ranks):
     job = run_ranks(1, "print('done')", flags=["--servers", "2"])
@@ -85,7 +124,7 @@ def table(**options):
         (0, {"servers": 2}, r"servers=2, and this program was started without .* `unisono run --servers 2`"),
         (1, {"servers": 2}, r"servers=2, and the command has started 1: give `unisono run --servers 2`"),
         (9, {}, r"9 servers for 5 rows: 4 of them would have none. Start at most 5"),
-        (0, {"consistency": "async"}, r"consistency='async' is for tables on servers, and this program has none"),
+        (0, {"consistency": "async"}, r"consistency='async' is for tables on servers, and these are on none"),
         (1, {"consistency": "bounded(0)"}, r'consistency=\'bounded\(0\)\': give "sync", "async", or "bounded\(k\)"'),
         (1, {"placement": "column"}, "placement='column'"),
         (1, {"servers": -1}, "servers=-1"),
@@ -107,7 +146,7 @@ def test_tables_that_servers_cannot_update_are_refused(monkeypatch):
     tables = Tables(table())
     tables.settle()
     assert tables.server_counts is None
-    with pytest.raises(ValueError, match="take updates from a Trainer only"):
+    with pytest.raises(ValueError, match="these tables are on servers: give the model to a Trainer"):
         tables.step()
     model = torch.nn.Sequential(tables["item"])
     with pytest.raises(ValueError, match=r'here ranks share none: engine="collective" keeps the weights .* apart'):

@@ -102,13 +102,13 @@ def serving_for(
     started = int(environment.get(SERVERS_VARIABLE, "0"))
     mode = Consistency.read(consistency)
     choice("placement", placement, _PLACEMENTS)
-    if servers is not None and whole("servers", servers, least=0) != started:
+    if servers is not None and whole("servers", servers, least=0) not in (0, started):
         raise ValueError(_differs(servers, started))
-    if not started:
+    if not started or servers == 0:
         if mode.bound != 0:
             raise ValueError(
-                f"consistency={mode.text!r} is for tables on servers, and this program has none: without servers, "
-                'ranks update rows in each step together. Start it with `unisono run --servers 1`, or take "sync".'
+                f"consistency={mode.text!r} is for tables on servers, and these are on none: without servers, ranks "
+                'update rows in each step together. Start the program with `unisono run --servers 1`, or take "sync".'
             )
         return None
     rows = sum(table.length for table in tables.values())

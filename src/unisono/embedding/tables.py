@@ -30,7 +30,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
     Args:
         tables: The settings of each table, by name.
         servers: The number of server processes that update the rows, as `unisono run --servers` has started; None: as
-            many as there are. Without any, ranks do.
+            many as there are. Without any, or with 0, ranks do.
         consistency: With servers, how many steps old rows may be that a rank reads: "sync" is none, "bounded(4)" at
             most 4, "async" any number.
         placement: How rows are dealt over servers: by a "hash" of their number, by "range", or each "table" as a whole.
@@ -95,12 +95,12 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
         """Update the rows that have a gradient.
 
         Raises:
-            ValueError: The tables are on servers, which take updates from a Trainer only.
+            ValueError: The tables are on servers: `unisono.parallel.share_tables` is for loops with these.
         """
         if self._serving is not None:
             raise ValueError(
-                "Tables.step updates the rows of this process, and these tables are on servers, which take updates "
-                "from a Trainer only: give the model to one, or start this program without --servers"
+                "Tables.step updates the rows of this process, and these tables are on servers: give the model to a "
+                "Trainer, or in a loop of your own call step of unisono.parallel.share_tables(tables)"
             )
         self.optimizer.step()
 

@@ -8,6 +8,7 @@ from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
 from unisono.parallel.sharding import Shard, build
 from unisono.parallel.sharding.own_loop import Sharded, shard
+from unisono.parallel.shared_tables import SharedTables, share_tables
 from unisono.parallel.sync_batch_norm import (
     BatchNormNd,
     SyncBatchNorm,
@@ -25,6 +26,7 @@ __all__ = [
     "Replicas",
     "Shard",
     "Sharded",
+    "SharedTables",
     "SyncBatchNorm",
     "Whole",
     "build",
@@ -35,4 +37,5 @@ __all__ = [
     "replicate",
     "revert_sync_batchnorm",
     "shard",
+    "share_tables",
 ]
