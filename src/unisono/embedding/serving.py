@@ -48,19 +48,19 @@ class Consistency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCounts:
-    """What servers have been given and have done, since the last time that tables moved to other memory."""
+    """What servers have been given and have done, since this process has had the tables."""
 
-    steps: int
+    steps: int = 0
     """Steps whose updates servers were given."""
-    applied: int
+    applied: int = 0
     """Steps that all servers have applied."""
-    rows_given: int
+    rows_given: int = 0
     """Rows in the updates that servers were given, each counted once for each step."""
-    rows_applied: int
+    rows_applied: int = 0
     """Rows in the updates that they have applied."""
-    repaired: int
+    repaired: int = 0
     """Updates of some rows that a server was killed in, and that the process in its place has completed."""
-    most_stale: int
+    most_stale: int = 0
     """The largest age of rows when a step began, in steps."""
 
 
@@ -78,7 +78,9 @@ class Serving:
         self.settle: Callable[[], None] = lambda: None
         """Waits until servers have applied all that they were given. The engine sets it."""
         self.counts: Callable[[], ServerCounts] | None = None
-        """Returns what servers have done. The engine sets it."""
+        """Returns what servers have done. The engine that gives them updates sets it, and no other may."""
+        self.past = ServerCounts()
+        """What they had done before the memory of the tables was the present one."""
 
     def __reduce__(self) -> tuple[type[Serving], tuple[int, Consistency, str]]:
         return Serving, (self.servers, self.consistency, self.placement)

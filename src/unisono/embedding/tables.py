@@ -116,7 +116,11 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
     @property
     def server_counts(self) -> ServerCounts | None:
         """What servers were given and have done; None without servers, and before a step has given them anything."""
-        return None if self._serving is None or self._serving.counts is None else self._serving.counts()
+        serving = self._serving
+        if serving is None:
+            return None
+        found = serving.past if serving.counts is None else serving.counts()
+        return found if found.steps else None
 
 
 def tables_in(modules: Iterable[nn.Module]) -> dict[int, RowTable | BagTable]:

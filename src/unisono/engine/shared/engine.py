@@ -267,9 +267,7 @@ class SharedEngine(GradientAccumulation):
     def close(self) -> None:
         """Release the parameters, and the servers of tables; see `Engine`."""
         super().close()
-        if self._servers is not None:
-            self._servers.close()
-            self._servers = None
+        self._leave_servers()
 
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`. It may wait at a barrier, or make the other ranks raise."""
@@ -333,8 +331,7 @@ class SharedEngine(GradientAccumulation):
     def _build(self, step: StepTransaction, trained: Trained) -> None:
         """Move the parameters to shared memory if they are not there, and divide the work. Every rank must call it."""
         self._unhook()
-        if self._servers is not None:
-            self._servers.close()
+        self._leave_servers()
         optimizer, runtime = self._optimizer, self._runtime
         dense, tables = split_sparse(trained, self._modules)
         check_optimizers(optimizer, dense, tables)
@@ -372,7 +369,6 @@ class SharedEngine(GradientAccumulation):
             OptimizerUpdate.make(runtime, part, every, pieces, places, guests=division.guests)
             for part in parts_of(optimizer)
         ]
-        self._servers = None
         if serving is not None:
             self._servers = TableServers(
                 runtime, serving, tables, division=division, updates=self._updates, first=len(parameters)
@@ -490,6 +486,11 @@ class SharedEngine(GradientAccumulation):
         for update in self._updates:
             update.state.show_numbers(update.optimizer)
         self._weights.remember()
+
+    def _leave_servers(self) -> None:
+        servers, self._servers = self._servers, None
+        if servers is not None:
+            servers.close()
 
     def _table_gradients(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
         """Return the gradients of the table rows that this rank updates, and of those that it writes in any way."""

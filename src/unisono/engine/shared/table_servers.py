@@ -171,18 +171,18 @@ class TableServers:
             self._wait(self._session.released, "all updates so far")
 
     def counts(self) -> ServerCounts:
-        """Return what servers were given and have done in the present session."""
-        session = self._session
+        """Return what servers were given and have done."""
+        session, past = self._session, self._serving.past
         if session is None:
-            return ServerCounts(steps=0, applied=0, rows_given=0, rows_applied=0, repaired=0, most_stale=0)
+            return past
         control = session.control
         return ServerCounts(
-            steps=session.released,
-            applied=control.applied,
-            rows_given=control.rows_given(),
-            rows_applied=control.rows_applied(),
-            repaired=control.repaired,
-            most_stale=session.most_stale,
+            steps=past.steps + session.released,
+            applied=past.applied + control.applied,
+            rows_given=past.rows_given + control.rows_given(),
+            rows_applied=past.rows_applied + control.rows_applied(),
+            repaired=past.repaired + control.repaired,
+            most_stale=max(past.most_stale, session.most_stale),
         )
 
     def close(self) -> None:
@@ -194,6 +194,7 @@ class TableServers:
     def _end_session(self) -> None:
         if self._session is not None:
             self.settle()
+            self._serving.past = self.counts()
             self._session.control.close(rank=self._runtime.rank)
             for segment in self._session.kept:
                 segment.close_descriptor()
