@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from unisono.launch.failure.root_cause import RankFailure
 from unisono.launch.hosts.host_replacing import decode_death, encode_death
-from unisono.launch.hosts.quorum import place_ranks
+from unisono.launch.hosts.rank_places import place_ranks
 from unisono.launch.hosts.term import Term
 from unisono.launch.replacement_policy import Death, DeathCounts, Member, Replace, decide_replacement
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-__all__ = ["Membership", "Phase", "RecoveryLink", "current"]
+__all__ = ["SAME_SIZE", "Membership", "Phase", "RecoveryLink", "current"]
 
 Phase = Literal["loop", "forward", "backward", "sum", "update", "evaluation", "recovery", "resize"]
 """What a rank of a Trainer is doing; "loop" is the code of the user's loop, and reading data.
 
 "recovery" and "resize" are waits: for ranks in the place of dead ones, and for another number of ranks.
 """
+
+
+SAME_SIZE = 1 << 32
+"""Added to a wanted number of ranks that is the present one: some of them are to be on another host."""
 
 
 class Membership(NamedTuple):
@@ -25,7 +29,7 @@ class Membership(NamedTuple):
     ranks: tuple[int, ...]
     """The ranks that are new: those that this decision adds, and those of earlier ones that have not joined."""
     size: int
-    """The number of ranks."""
+    """The number of ranks; 0 for a process that is none of them any more, since its rank is on another host."""
     hosts: tuple[tuple[int, ...], ...] = ()
     """The ranks of each host, if there may be several; otherwise none, and all ranks are on one."""
     store: str = ""
@@ -87,7 +91,10 @@ class RecoveryLink(Protocol):
         """Return the number of the latest decision that `membership` returns on all ranks, or a newer one."""
 
     def wanted_size(self) -> int:
-        """Return the number of ranks that the launcher wants from the next step on; 0 if it wants no change."""
+        """Return the number of ranks that the launcher wants from the next step on; 0 if it wants no change.
+
+        `SAME_SIZE` is added if it is the present number, and only their hosts are to change.
+        """
 
     def asked_size(self) -> int:
         """Return `wanted_size`, once `wanted_size` returns it on all ranks; 0 before, and if no change is wanted."""

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -169,3 +170,110 @@ def test_with_a_token_the_run_goes_on_as_well(hosts, calm_sha):
     done = [finish(job) for job in jobs[1:]]
     assert [job.returncode for job in done] == [0, 0], done[0].stderr + done[1].stderr
     assert sha_of(done[0].stdout + done[1].stdout) == calm_sha
+
+
+EARLY = ("--rdzv-conf", "last_call_timeout=0.5", "--nnodes")
+"""A job begins soon after the least number of hosts, which follows, has come."""
+
+
+def start_one(
+    hosts: Hosts, host: int, nnodes: str, *arguments: str, ranks: int = 1, flags: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    return hosts.start_rank(host, write(hosts), *arguments, ranks=ranks, flags=(*EARLY, nnodes, *flags))
+
+
+def await_line(job: subprocess.Popen[bytes], text: str, *, stream: str = "stderr") -> str:
+    """Read what a launcher prints until a line has a text; return what was read."""
+    lines = []
+    for line in getattr(job, stream):
+        lines.append(line.decode())
+        if text in lines[-1]:
+            break
+    assert text in lines[-1], lines
+    return "".join(lines)
+
+
+def test_a_host_that_comes_late_brings_ranks_and_one_that_dies_meanwhile_changes_nothing(hosts, calm_sha):
+    first = start_one(hosts, 0, "1:2", "0.25", ranks=2)
+    await_line(first, "working", stream="stdout")
+    lost = start_one(hosts, 1, "1:2", "0.25", ranks=2)
+    await_line(first, "unisono: host 1, host1 (10.97.0.2), joins with ranks 2-3, which start now")
+    os.kill(lost.pid, signal.SIGKILL)
+    finish(lost)
+    late = start_one(hosts, 1, "1:2", "0.25", ranks=2)
+    told = await_line(first, "has joined")
+    done = [finish(first), finish(late)]
+    assert [job.returncode for job in done] == [0, 0], told + done[0].stderr + done[1].stderr
+    assert "unisono: host 1, host1 (10.97.0.2), its launcher was killed; it had not joined yet" in told
+    assert re.search(r"host 2, host1 \(10.97.0.2\), has joined with ranks 2-3, \d", told)
+    assert "joins the running job as host 2: ranks 2-3 of 4" in done[1].stderr
+    assert sha_of(done[0].stdout) == calm_sha
+    assert "place: 3 4 2 2" in done[1].stdout
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("third_host")
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("token", [False, True])
+def test_a_lost_host_comes_back_and_takes_ranks_from_the_others(hosts, calm_sha, lost, token):
+    finish(hosts.start(0, "token", "token"))
+    flags = ("--rdzv-token-file", "token") if token else ()
+    jobs = start(hosts, 2, least=1, pause_s=0.8, flags=flags)
+    os.kill(jobs[lost].pid, signal.SIGKILL)
+    finish(jobs[lost])
+    other = jobs[1 - lost]
+    told = await_line(other, "its launcher was killed")
+    if lost == 0:
+        told += await_line(other, "hosts can join at 10.97.0.2:29500 now")
+    back = start_one(hosts, lost, "1:2", "0.8", flags=flags)
+    told += await_line(other, "has joined")
+    done = [finish(other), finish(back)]
+    assert [job.returncode for job in done] == [0, 0], told + done[0].stderr + done[1].stderr
+    assert re.search(rf"host 2, host{lost} \(10.97.0.{lost + 1}\), has joined with rank 1, \d", told)
+    assert sha_of(done[0].stdout) == calm_sha
+    assert "place: 1 2 2 1" in done[1].stdout
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("third_host")
+def test_a_host_that_cannot_join_is_told_why_and_the_run_goes_on(hosts, calm_sha):
+    jobs = start(hosts, 2, least=1, pause_s=1.5)
+    full = finish(start_one(hosts, 2, "1:2", "0.1"))
+    assert full.returncode == 2
+    assert "this host cannot join it: it has 2 hosts, which is all that its --nnodes allows" in full.stderr
+    done = [finish(job) for job in jobs]
+    assert [job.returncode for job in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert sha_of(done[0].stdout) == calm_sha
+
+
+@pytest.mark.soak
+def test_a_host_with_another_version_is_refused_by_a_running_job(hosts):
+    folder = hosts.folder / "other" / "unisono-99.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: unisono\nVersion: 99\n")
+    first = start_one(hosts, 0, "1:2", "0.8", ranks=2)
+    await_line(first, "working", stream="stdout")
+    where = ("--nnodes", "1:2", "--rdzv-endpoint", "host0:29500", "script.py", "0.1")
+    command = hosts.network.command(1, sys.executable, "-m", "unisono", "run", *where)
+    environment = {**os.environ, "PYTHONPATH": str(folder.parent)}
+    late = subprocess.run(
+        command, cwd=hosts.folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    reason = "hosts have different versions of unisono, and bits may depend on it"
+    assert late.returncode == 2 and reason in late.stderr, late.stderr
+    done = finish(first)
+    assert done.returncode == 0
+    assert f"unisono: refused host1 (10.97.0.2), which wants to join: {reason}" in done.stderr
+
+
+@pytest.mark.soak
+def test_a_host_is_turned_away_where_no_rank_is_left_for_it(hosts, calm_sha):
+    first = start_one(hosts, 0, "1:2", "0.8", ranks=6)
+    await_line(first, "working", stream="stdout")
+    late = finish(start_one(hosts, 1, "1:2", "0.1"))
+    reason = "it has 6 ranks for 6 virtual ranks, so none is left for another host"
+    assert late.returncode == 2 and reason in late.stderr, late.stderr
+    done = finish(first)
+    assert done.returncode == 0 and sha_of(done.stdout) == calm_sha
+    assert f"unisono: host 1, host1 (10.97.0.2), cannot join: {reason}" in done.stderr
+    assert "it had not joined yet" not in done.stderr

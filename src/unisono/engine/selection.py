@@ -16,6 +16,7 @@ from unisono.engine.base import Engine, Trained
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, GroupConsistencyCheck, NoConsistencyCheck
 from unisono.engine.host_tree_all_reduce import HostGrid, HostTreeAllReduce, group_all_reduce
+from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.local import LocalEngine
 from unisono.engine.local_steps import LocalStepsEngine, Workers
 from unisono.engine.shared import (
@@ -25,6 +26,7 @@ from unisono.engine.shared import (
     SharedEngine,
     SharedParameters,
     SharedRuntime,
+    copy_state,
     is_divisible,
 )
 from unisono.engine.trainable import sharing_obstacle
@@ -64,6 +66,7 @@ class EngineFactory:
         self.workers: Workers | None = None
         """The workers that train on their own; None where each step has the gradient of all. Set before any engine."""
         self._made: list[Engine] = []
+        self._optimizers: list[Optimizer] = []
         self._loads: LoadStateDictHook | None = None
         self.comparison: ConsistencyCheck = NoConsistencyCheck()
         """Compares what ranks are about to do."""
@@ -89,6 +92,7 @@ class EngineFactory:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""
         made = self._make(optimizer)
         self._made.append(made)
+        self._optimizers += parts_of(optimizer)
         return made
 
     def repair(self, dead: Collection[int]) -> bool:
@@ -98,6 +102,16 @@ class EngineFactory:
         """
         results = [engine.repair(dead) for engine in self._made if isinstance(engine, SharedEngine)]
         return all(results)
+
+    def make_private(self) -> None:
+        """Give this rank its own copy of weights and optimizer state that ranks share, for ranks that share no memory.
+
+        Every rank must call it after `repair`, and pass a barrier before it writes weights.
+        """
+        if self._shared is not None:
+            self._shared[1].make_private()
+            for optimizer in self._optimizers:
+                copy_state(optimizer)
 
     def close(self) -> None:
         """Release the models and optimizers, for another factory."""

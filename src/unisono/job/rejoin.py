@@ -258,7 +258,16 @@ def rejoin(store: RecoveryStore) -> None:
     assert active is not None
     size = store.membership.size
     local_size, node_rank, num_nodes = _host_of(active.job.rank, store.membership)
-    job = replace(active.job, world_size=size, local_world_size=local_size, node_rank=node_rank, num_nodes=num_nodes)
+    # Hosts share no memory, and there may have been one only so far.
+    backend = "gloo" if num_nodes > 1 and active.job.backend == "shm" else active.job.backend
+    job = replace(
+        active.job,
+        world_size=size,
+        local_world_size=local_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        backend=backend,
+    )
     store.put(f"came/{job.rank}", True)
     store.read([f"came/{rank}" for rank in range(size)], doing="come to go on")
     os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = str(size), str(local_size)

@@ -278,7 +278,7 @@ class _Agent:
             self._selector.unregister(channel)
 
     def _on_joined(self, place: HostPlace) -> None:
-        self._job = self._asked = replace(self._job, place=place)
+        self._job = self._asked = replace(self._job, place=place, ranks=len(place.ranks) or self._job.ranks)
         self._start_when_met()
 
     def _start_when_met(self) -> None:

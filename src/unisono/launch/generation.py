@@ -44,7 +44,8 @@ class Generation:
 
     def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay, secret: bytes | None = None) -> None:
         self._job, self._relay, self.attempt = job, relay, attempt
-        self._local = {job.first_rank + number: number for number in range(job.ranks)}
+        first = range(job.first_rank, job.first_rank + job.ranks)
+        self._local = {rank: number for number, rank in enumerate((job.place and job.place.ranks) or first)}
         self.host = job.place
         """The place of this machine among several; None if it is the only one."""
         self.size = job.world_size
@@ -58,9 +59,11 @@ class Generation:
             folder=str(Path.cwd()),
             has_flags=job.has_flags,
         )
-        self._wanted = 0
+        self._wanted = self._asked = 0
         self.running: set[int] = set()
         """Ranks that have been started and have not ended."""
+        self.leaving: set[int] = set()
+        """Ranks whose process here still runs, though they are another machine's now, or were meanwhile."""
         self.places: dict[int, str] = {}
         """By rank, where those were that had left their process groups when others failed."""
         self._secret = secrets.token_bytes(32) if secret is None else secret
@@ -89,7 +92,7 @@ class Generation:
         self.pages[rank] = RecoveryPage(page)
         self.pages[rank].share(self._secret)
         self.pages[rank].want(self._wanted)
-        self.pages[rank].ask(self._wanted)
+        self.pages[rank].ask(self._asked)
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask, **self._page_file()}
@@ -107,25 +110,37 @@ class Generation:
         return self._local.get(rank, rank)
 
     def place(self, ranks: Collection[int]) -> None:
-        """Note which ranks this machine has from now on; further ones get the lowest local numbers that are free."""
+        """Note which ranks this machine has from now on; further ones get the lowest local numbers that are free.
+
+        Processes of ranks that are another machine's now are `leaving`.
+        """
+        for rank in self._local.keys() - set(ranks):
+            self._failures.pop(rank, None)
+            if rank in self.running:
+                self.leaving.add(rank)
         self._local = {rank: number for rank, number in self._local.items() if rank in ranks}
         free = (number for number in range(len(ranks)) if number not in set(self._local.values()))
         self._local |= dict(zip(sorted(set(ranks) - self._local.keys()), free, strict=False))
 
-    def want(self, size: int) -> None:
-        """Tell all ranks, also those that come later, how many there are to be; 0: no change is wanted."""
-        self._wanted = size
+    def want(self, size: int, *, asks: bool = True) -> None:
+        """Tell all ranks, also those that come later, how many there are to be; 0: no change is wanted.
+
+        Args:
+            asks: False to ask no rank yet: those of other machines have not been told.
+        """
         # Ranks come to the end of a step together as soon as one of them is asked, and wait there as long as its own
         # page says that a change is wanted. So what is wanted is in all pages before, and as long as, any is asked.
-        tell = (RecoveryPage.want, RecoveryPage.ask) if size else (RecoveryPage.ask, RecoveryPage.want)
-        for each in tell:
+        self._wanted, self._asked = size, size if asks else 0
+        tell = [(RecoveryPage.want, size), (RecoveryPage.ask, self._asked)]
+        for each, value in tell if size else reversed(tell):
             for page in self.pages.values():
-                each(page, size)
+                each(page, value)
 
     def resize(self, size: int) -> None:
         """Note that there is another number of ranks, whose processes have been started."""
         self.size = size
-        self._local = {rank: rank for rank in range(size)}
+        if self.host is None:
+            self._local = {rank: rank for rank in range(size)}
         self.observer.resize(size)
 
     def open_spare(self) -> tuple[ObservedRank, RecoveryPage, dict[str, int]]:
@@ -146,7 +161,7 @@ class Generation:
         self.pages[rank].close()
         self.pages[rank] = page
         page.want(self._wanted)
-        page.ask(self._wanted)
+        page.ask(self._asked)
         self._relay.adopt(rank, pipes, attempt=self.attempt)
         self.running.add(rank)
         if watched.pid:
@@ -196,7 +211,7 @@ class Generation:
 
     def failing(self, rank: int, code: int, time_ns: int) -> None:
         """Note that a rank has reported its failure; its process still runs."""
-        if rank >= self.size:
+        if rank not in self._local or rank in self.leaving:
             return
         if (known := self._failures.get(rank)) is not None:  # it was about to end, and was not asked to
             time_ns = min(time_ns, known.time_ns)
@@ -206,7 +221,10 @@ class Generation:
         """Note that the process of a rank has ended."""
         self.running.discard(rank)
         self.observer.ended(rank, code)
-        if rank >= self.size:
+        if rank in self.leaving:
+            self.leaving.discard(rank)
+            code = -signal.SIGKILL  # if the rank has come back, this was not its process any more
+        if rank not in self._local:
             self._pids.pop(rank, None)
             return
         told = self._failures.pop(rank, None)
@@ -301,7 +319,7 @@ class Generation:
         """Ranks whose program has ended without an error. Their processes may still run."""
         # An interpreter takes some time to end, and peers notice before it has ended.
         ended = {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
-        return {rank for rank in self._finished | ended if rank < self.size}
+        return {rank for rank in self._finished | ended if rank in self._local}
 
     def judge(self) -> RootCause:
         """Find the cause among the failures so far. There must be at least one."""

@@ -58,6 +58,7 @@ class RankChanges:
             generation, server=server, relay=relay, environment=lambda: self._environment(None), lost=lost
         )
         self._port, self._visible_gpus = port, visible_gpus
+        self._are_new = job.place is not None and bool(job.place.ranks)  # they join others, on other hosts
         self.spares = Spares(
             job.spares,
             generation,
@@ -88,7 +89,10 @@ class RankChanges:
         """Start the processes of all ranks and servers."""
         self.servers.start()
         for rank in self._generation.ranks:
-            self._fork(rank, self._generation.open(rank))
+            files = self._generation.open(rank)
+            if self._are_new:
+                self._generation.pages[rank].mark_new()
+            self._fork(rank, files)
 
     def tick(self) -> bool:
         """Do what is due. Return False if no rank that has died is to be replaced: then the job ends as a whole."""

@@ -127,8 +127,11 @@ class WholeState:
     def connect(self, world: World) -> None:
         """See `RecoverableState`."""
         self._run.world.renew(world)
-        self.engines.close()
+        former = self.engines
+        former.close()
         self.engines = self._select()
+        if isinstance(former, EngineFactory) and world.size > 1 and not self.engines.shares:
+            former.make_private()  # ranks of other hosts have come, which share no memory
         self._buffers.connect(self.engines.all_reduce)
         for runner in self._runners.values():
             runner.connect(self.engines)

@@ -23,7 +23,7 @@ from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.errors import UnisonoError
 from unisono.shm.segment import ALIGNMENT, aligned
 
-__all__ = ["SharedState", "StateEntry"]
+__all__ = ["SharedState", "StateEntry", "copy_state"]
 
 
 class _Kind(NamedTuple):
@@ -277,6 +277,15 @@ class SharedState:
             f"the optimizer's state {key!r} of parameter {self._names[index]!r} {what}, which cannot be shared between "
             'ranks: give Trainer engine="collective".'
         )
+
+
+def copy_state(optimizer: Optimizer) -> None:
+    """Replace the state of an optimizer, which may lie in shared memory, by a copy of this rank's own."""
+    for p, state in optimizer.state.items():
+        optimizer.state[p] = {
+            key: value.clone(memory_format=torch.preserve_format) if isinstance(value, Tensor) else value
+            for key, value in state.items()
+        }
 
 
 def give_memory_back() -> None:

@@ -153,6 +153,13 @@ class SharedParameters:
         live = {id(entry) for entry, _ in self._entries.values()}
         self._arenas = [arena for arena in self._arenas if id(arena) in live and self._is_whole(arena)]
 
+    def make_private(self) -> None:
+        """Move this rank's parameters out of shared memory."""
+        for entry, i in self._entries.values():
+            p = entry.parameters[i]
+            if self._address(p) == p.data_ptr():
+                p.data = p.data.clone(memory_format=torch.preserve_format)
+
     def vector(self, parameter: Tensor) -> Tensor:
         """Return a parameter's values as a vector, in memory order."""
         arena, i = self._entries[id(parameter)]

@@ -17,7 +17,7 @@ from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.hosts.token import TokenError, introduce, sends_greeting
 from unisono.tcp_store import serve_store
 
-__all__ = ["Door", "HostRefusedError", "listen", "open_door"]
+__all__ = ["Door", "HostRefusedError", "guard_store", "listen", "open_door"]
 
 _PAUSE_S = 0.1
 _PATIENCE_S = 3.0
@@ -44,6 +44,16 @@ def listen(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def guard_store(listener: socket.socket, port: int, token: str, *, warn: Callable[[str], None]) -> None:
+    """Let those who know the token reach a store on the loopback address by a listener, and name others to the user."""
+    GuardedPort(
+        listener,
+        port,
+        token,
+        refused=lambda stranger: warn(f"refused a connection from {stranger}, which does not know the token"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +91,7 @@ def open_door(
             if not settings.token:
                 return Door(address, port, serve_store(address, listener))
             store = serve_store("127.0.0.1", listen("127.0.0.1", 0))
-            GuardedPort(
-                listener,
-                store.port,
-                settings.token,
-                refused=lambda stranger: warn(f"refused a connection from {stranger}, which does not know the token"),
-            )
+            guard_store(listener, store.port, settings.token, warn=warn)
             return Door("127.0.0.1", store.port, store)
     address = addresses.endpoint
     _reach(settings, address, notice=notice, deadline_s=deadline_s)

@@ -14,8 +14,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from unisono.launch.failure.root_cause import RankFailure
+from unisono.launch.hosts.host_joining import HostJoining
 from unisono.launch.hosts.job_hosts import JobHosts
-from unisono.launch.hosts.quorum import place_ranks
+from unisono.launch.hosts.rank_places import place_ranks
 from unisono.launch.recovery_page import Note
 from unisono.launch.replacement_policy import Death, GiveUp, Member, decide_replacement
 from unisono.launch.replacing import Replacing, describe_deaths
@@ -27,6 +28,8 @@ __all__ = ["HostReplacing", "decode_death", "encode_death"]
 _KILLED = -9
 _CALM_S = 30.0
 _POLL_S = 0.02
+_LEAVE_S = 30.0
+"""How long a process may take to end whose rank is on another host now."""
 
 
 class HostReplacing(Replacing):
@@ -40,6 +43,7 @@ class HostReplacing(Replacing):
     def __init__(self, *arguments: Any, hosts: JobHosts, enabled: bool, **options: Any) -> None:
         super().__init__(*arguments, enabled=enabled and hosts.replaces, **options)
         self._hosts = hosts
+        self._joining = HostJoining(hosts, self._generation, self._relay, ask=self._ask, waits=self._waits)
         self._announced: set[int] = set()  # dead ranks that the leader knows
         self._told_joined = 0
         self._is_over = False
@@ -54,13 +58,17 @@ class HostReplacing(Replacing):
         self._began_s: float | None = None
 
     def on_hosts(self) -> None:
-        """Handle the loss of hosts, and another leader."""
+        """Handle the loss of hosts, those that join, and another leader."""
         if not self._enabled and self._hosts.leads:
             self._end_for_lost()
+            for host in self._hosts.newcomers:
+                reason = "its ranks stay where they are (--recover off)"
+                self._hosts.say({"do": "turn away", "host": host, "reason": reason})
         elif self._hosts.leads and (self._term != self._hosts.term or self._lost_hosts()):
             self._must_decide = self._must_decide or self._term != self._hosts.term
-            self._term = self._hosts.term
             self._ask()
+        if self._enabled:
+            self._joining.on_hosts(is_new_term=self._term != self._hosts.term)
         self._term = self._hosts.term
 
     def on_said(self, host: int, entry: Mapping[str, Any]) -> None:
@@ -68,6 +76,8 @@ class HostReplacing(Replacing):
         do = entry["do"]
         if do == "died" and self._hosts.leads:
             self._ask()
+        elif self._hosts.joins and not (do == "decide" and entry.get("newcomer") == self._own_host):
+            return  # this host has no part in the run yet
         elif do == "ask":
             self._answer(entry["round"])
         elif do == "ranks" and self._hosts.leads and self._is_asking and entry["round"] == self._round:
@@ -84,16 +94,34 @@ class HostReplacing(Replacing):
             self._complete()
         elif do == "recovered" and entry["number"] == self.number:
             self._go_on(entry)
+        else:
+            self._joining.on_said(host, entry)
+
+    @property
+    def _own_host(self) -> int:
+        assert self._hosts.place is not None
+        return self._hosts.place.host
+
+    def _waits(self, rank: int) -> bool:
+        """Return True if a rank waits between two steps until others are among the ranks."""
+        note = self._generation.pages[rank].note
+        return note is not None and note.phase == "resize" and not self._lacks_state(rank)
 
     def take(self) -> bool:
         """Handle new failures. Return False if no rank is to be replaced: then the job ends as a whole."""
-        return not self._is_over and super().take()
+        return not self._is_over and not self._hosts.joins and super().take()
 
     def tick(self) -> bool:
         """Do what is due. Return False if no rank is to be replaced: then the job ends as a whole."""
         if self._is_over:
             return not self._generation.failed
+        self._joining.tick()
         return super().tick()
+
+    def next_deadline_s(self) -> float | None:
+        """Return when `tick` is due, by the monotonic clock; None if nothing is under way."""
+        deadlines = [super().next_deadline_s(), None if self._is_over else self._joining.next_deadline_s()]
+        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
     def look(self) -> None:
         """Tell the leader that the ranks of this host have joined the latest decision, once they have."""
@@ -139,6 +167,9 @@ class HostReplacing(Replacing):
                 "members": [asdict(member) for member in self._members()],
                 "deaths": [encode_death(self._deaths[rank]) for rank in sorted(gone)],
                 "step": max((note.step for page in pages if (note := page.note) is not None), default=0),
+                "waits": all(self._waits(rank) for rank in self._generation.ranks),
+                "virtual_ranks": min((page.virtual_ranks for page in pages), default=0),
+                "fixed_size": next((page.fixed_size for page in pages if page.fixed_size), ""),
             }
         )
 
@@ -149,38 +180,47 @@ class HostReplacing(Replacing):
     def _decide_if_known(self) -> None:
         """Decide who the ranks are, once all agents have answered. On the leader."""
         hosts, answers = self._hosts, self._answers
-        if not set(hosts.members) <= answers.keys():
+        if not set(hosts.hosts) <= answers.keys():
             return
         self._is_asking = False
         step = max(answer["step"] for answer in answers.values())
-        deaths = [decode_death(death) for host in hosts.members for death in answers[host]["deaths"]]
+        deaths = [decode_death(death) for host in hosts.hosts for death in answers[host]["deaths"]]
         died, lost = list(deaths), self._lost_hosts()
         deaths += [_death_with_host(rank, step) for host in lost for rank in hosts.placement[host]]
-        members = [Member(**member) for host in hosts.members for member in answers[host]["members"]]
+        members = [Member(**member) for host in hosts.hosts for member in answers[host]["members"]]
+        newcomer, ranks = None, []
         if not deaths and not self._must_decide:
-            return
+            self._joining.plan(answers)
+            if not self._joining.may_join(answers):
+                self._began_s = None
+                return
+            newcomer, ranks = self._joining.newcomer, self._joining.ranks
         self._must_decide = False
         for death in deaths:
             super()._count(death)
-        choice = decide_replacement(deaths, members, self._counts)
-        if isinstance(choice, GiveUp):
-            hosts.say({"do": "give up", "reason": choice.reason, "exhausted": choice.exhausted})
-            self._end_for_lost(choice.reason)
-            return
-        placement = place_ranks(hosts.placement, hosts=hosts.members)
+        if deaths or not newcomer:
+            choice = decide_replacement(deaths, members, self._counts)
+            if isinstance(choice, GiveUp):
+                hosts.say({"do": "give up", "reason": choice.reason, "exhausted": choice.exhausted})
+                self._end_for_lost(choice.reason)
+                return
+        placement = place_ranks(hosts.placement, hosts=hosts.hosts, newcomer=newcomer, ranks=ranks)
         for host in lost:
             places = {each: [r for r in hosts.placement[host] if r in ranks] for each, ranks in placement.items()}
             where = ", ".join(f"{name_ranks(ranks)} on host {each}" for each, ranks in places.items() if ranks)
             self._moved[host] = f"{hosts.name(host)}, {hosts.lost.get(host, 'is lost')}: {where} now"
+        if newcomer is not None:
+            self._moved[newcomer] = f"{hosts.name(newcomer)}, has joined with {name_ranks(ranks)}"
         refill = [death.failure.rank for death in deaths]
         self._replaced += died
         hosts.say(
             {
                 "do": "decide",
                 "number": max(answer["number"] for answer in answers.values()) + 1,
-                "new": sorted({*refill, *(member.rank for member in members if not member.has_state)}),
+                "new": sorted({*refill, *ranks, *(member.rank for member in members if not member.has_state)}),
                 "refill": sorted(refill),
-                "placement": {str(host): ranks for host, ranks in placement.items()},
+                "newcomer": newcomer,
+                "placement": {str(host): own for host, own in placement.items()},
                 "step": step,
             }
         )
@@ -198,20 +238,28 @@ class HostReplacing(Replacing):
         before = set(generation.ranks)
         self.number = entry["number"]
         hosts.placement = {int(host): list(ranks) for host, ranks in entry["placement"].items()}
-        own = hosts.placement[hosts.place.host]
+        own, newcomer = hosts.placement[self._own_host], entry["newcomer"]
+        came = [] if newcomer is None else hosts.placement[newcomer]
+        hosts.homes |= {rank: newcomer for rank in came if rank not in hosts.homes}
+        hosts.joins = hosts.joins and newcomer != self._own_host
         generation.place(own)
+        generation.resize(sum(map(len, hosts.placement.values())))
+        for rank in before - set(own):
+            self._release(rank)
         address, _, port = hosts.store.rpartition(":")  # the store from the start may be lost
         generation.host = replace(
             hosts.place,
             hosts=len(hosts.placement),
-            host=sorted(hosts.placement).index(hosts.place.host),
+            host=sorted(hosts.placement).index(self._own_host),
+            world_size=generation.size,
+            role_world_size=generation.size,
             master_addr=address,
             master_port=int(port),
         )
         for rank in set(own) - before:
             self._relay.move(rank, generation.local_rank(rank))
         self._decided_ns = time.monotonic_ns()
-        for rank in entry["refill"]:
+        for rank in {*entry["refill"], *came}:
             self._made[rank], self._rounds[rank] = self.number, self._counts.round
             self._steps[rank] = entry["step"]
         refill = [rank for rank in entry["refill"] if rank in own]
@@ -219,7 +267,9 @@ class HostReplacing(Replacing):
             if rank in self._deaths:
                 self._clear(rank)
                 self._announced.discard(rank)
-        begins = [self._fill(rank) for rank in refill]
+        # A process that has not left since its rank went elsewhere is killed; then it is replaced as any that dies.
+        self._kill_s |= dict.fromkeys(generation.leaving.intersection(refill), 0.0)
+        begins = [self._fill(rank) for rank in refill if rank not in generation.leaving]
         membership = Membership(
             self.number,
             tuple(entry["new"]),
@@ -227,9 +277,10 @@ class HostReplacing(Replacing):
             tuple(tuple(ranks) for _, ranks in sorted(hosts.placement.items())),
             hosts.store,
         )
-        for rank in generation.running:
+        staying = generation.running.intersection(own) - generation.leaving
+        for rank in staying:
             generation.pages[rank].decide(membership)
-        for rank in generation.running:
+        for rank in staying:
             generation.pages[rank].settle(self.number)
         generation.observer.disregard_past(_CALM_S)
         self._poll_s = time.monotonic() + _POLL_S
@@ -237,11 +288,19 @@ class HostReplacing(Replacing):
             begin()
         self._complete()
 
+    def _release(self, rank: int) -> None:
+        """Let the process of a rank end that is on another host now: with this decision, it is none of the ranks."""
+        page = self._generation.pages[rank]
+        if rank in self._generation.leaving:
+            page.decide(Membership(self.number, (), 0, store=self._hosts.store))
+            page.settle(self.number)
+            self._kill_s[rank] = time.monotonic() + _LEAVE_S
+
     def _complete(self) -> None:
         """Tell all that the ranks go on, once those of all hosts have joined. On the leader."""
         if not self._hosts.leads or self._is_asking:
             return
-        if any(self._joined.get(host) != self.number for host in self._hosts.members):
+        if any(self._joined.get(host) != self.number for host in self._hosts.hosts):
             return
         began_s = time.monotonic() if self._began_s is None else self._began_s
         parts = list(self._moved.values())
@@ -259,6 +318,7 @@ class HostReplacing(Replacing):
                 "decided_ns": self._decided_ns,
                 "script_s": 0.0,
                 "spares": 0,
+                "newcomer": self._joining.newcomer if self._joining.newcomer in self._moved else None,
             }
         )
         self._replaced.clear()
@@ -267,7 +327,9 @@ class HostReplacing(Replacing):
 
     def _go_on(self, entry: Mapping[str, Any]) -> None:
         """Report that ranks have been replaced, and all go on."""
-        self._completed({name: value for name, value in entry.items() if name != "do"})
+        if entry["newcomer"] is not None:
+            self._joining.joined()
+        self._completed({name: value for name, value in entry.items() if name not in ("do", "newcomer")})
         self._poll_s = None
         self._by_spare.clear()
         self._counts.next_round()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from unisono.launch.channel import Message
 from unisono.launch.failure.postmortem import Postmortem
 from unisono.launch.failure.root_cause import RootCause
 from unisono.launch.forkserver_handle import ForkServerHandle
@@ -22,6 +23,7 @@ from unisono.launch.job_shutdown import JobShutdown
 from unisono.launch.output.relay import Relay
 from unisono.launch.replacing import Replacing
 from unisono.launch.shutdown import Shutdown
+from unisono.text import name_ranks
 
 __all__ = ["HostWatch"]
 
@@ -61,6 +63,8 @@ class HostWatch:
         self._generation, self._joined, self._examine, self._conclude = generation, joined, examine, conclude
         self._replacing = replacing
         self._heard: list[tuple[int, dict[str, Any]]] = []
+        self._is_placed = False
+        self._began_term = 0  # the term in which this host asked to join a running job
         self._changed = False  # other hosts are there than at the start
         self._blame_s: float | None = None  # when `tick` stops waiting for another host to tell the cause
         self._report_s: float | None = None  # when `tick` acts on the failure of a rank elsewhere
@@ -77,8 +81,8 @@ class HostWatch:
 
     @property
     def has_met(self) -> bool:
-        """True if all hosts have come."""
-        return self._hosts.place is not None
+        """True if all hosts have come, and it is known which ranks this one has."""
+        return self._is_placed
 
     def on_message(self) -> bool:
         """Act on what has been told; return False if nothing can follow."""
@@ -91,23 +95,37 @@ class HostWatch:
                 self._relay.say(message["text"])
             elif kind == "refused" and self._shutdown.state is None:
                 self._shutdown.begin(Shutdown(code=2, reason=message["message"]), signal.SIGTERM, ())
-            elif kind == "joined" and hosts.place is not None:
-                self._relay.begin_at(hosts.place.first_rank)
-                self._relay.say(hosts.describe())
-                self._joined(hosts.place)
-            elif kind == "hosts":
-                self._changed = hosts.term > 0 or bool(hosts.lost)
-                self._pass_on()
-            elif kind == "said":
-                self._heard.append((message["host"], message["entry"]))
-                self._pass_on()
+            elif kind in ("joined", "hosts", "said"):
+                self._on_hosts(message)
             elif kind == "report" and hosts.report is not None and hosts.report.kind == "failed":
                 self._report_s = time.monotonic() + _COMPANY_S
             elif kind == "report":
                 self._on_report()
+            elif kind == "finished" and hosts.joins:
+                self._leave("the run has ended", code=0)
             elif kind == "finished" and self._shutdown.state is None:
                 self._server.end()
         return not hosts.channel.closed
+
+    def _on_hosts(self, message: Message) -> None:
+        """Act on who is there, and what agents have told."""
+        hosts = self._hosts
+        if message["type"] == "joined" and hosts.place is not None:
+            self._began_term = hosts.term
+            if hosts.joins:
+                self._relay.notice("unisono: waiting for a place in the running job ...")
+            else:
+                self._place(hosts.place, hosts.describe())
+        elif message["type"] == "hosts":
+            self._changed = hosts.term > 0 or bool(hosts.lost) or bool(hosts.newcomers)
+            if hosts.joins and self._is_placed and hosts.term != self._began_term:
+                self._leave(f"{hosts.name(hosts.leader)}, leads the job now; start this host again", code=1)
+            self._pass_on()
+        elif message["type"] == "said" and self._is_about_this_host(message["entry"]):
+            self._on_invitation(message["entry"])
+        elif message["type"] == "said":
+            self._heard.append((message["host"], message["entry"]))
+            self._pass_on()
 
     def tick(self) -> None:
         """Tell the other hosts once that the job ends here, as soon as the cause is known."""
@@ -130,6 +148,9 @@ class HostWatch:
 
     def on_success(self) -> None:
         """Wait for the ranks of the other hosts: those of this one have succeeded."""
+        if self._hosts.joins:
+            self._leave("its ranks ended without a Trainer, with which they would have joined the others", code=1)
+            return
         self._hosts.finish()
         self._relay.notice("unisono: the ranks of this host are done; waiting for the other hosts ...")
 
@@ -157,6 +178,35 @@ class HostWatch:
         """Tell the other hosts that a rank of this one has failed."""
         self._hosts.tell("failed", postmortem.headline, verdict.code)
 
+    def _place(self, place: HostPlace, where: str) -> None:
+        """Let ranks start: they are known by now."""
+        self._relay.begin_at(place.first_rank)
+        self._relay.say(where)
+        self._is_placed = True
+        self._joined(place)
+
+    def _is_about_this_host(self, entry: Mapping[str, Any]) -> bool:
+        place = self._hosts.place
+        return entry["do"] in ("invite", "turn away") and place is not None and entry["host"] == place.host
+
+    def _on_invitation(self, entry: Mapping[str, Any]) -> None:
+        """Start the ranks of this host, which joins a running job; or end, if it cannot."""
+        if entry["do"] == "turn away":
+            self._leave(f"{entry['reason']}; start it on the hosts that it has, or wait until it ends", code=2)
+        elif self._shutdown.state is None:
+            place = self._hosts.accept(entry)
+            names = name_ranks(place.ranks)
+            self._place(place, f"joins the running job as host {entry['host']}: {names} of {place.world_size}")
+
+    def _leave(self, reason: str, *, code: int) -> None:
+        """End the ranks of this host, which has not joined the job; the others go on, or are done."""
+        if self._shutdown.state is None:
+            running = self._shutdown.running if self._generation() is not None else ()
+            told = f"this host has not joined the job: {reason}"
+            self._shutdown.begin(Shutdown(code=code, reason=told, ranks=len(running)), signal.SIGTERM, running)
+            if not running:
+                self._server.end()
+
     def _pass_on(self) -> None:
         """Pass on what concerns ranks, once there are some: changes of hosts, and what agents have told."""
         replacing = self._replacing()
@@ -181,6 +231,8 @@ class HostWatch:
             self._shutdown.begin(reason, signal.SIGTERM, running)
             if not running:  # they have succeeded, and waited for those of other hosts
                 self._server.end()
+        elif state is None and self._hosts.joins:
+            self._leave(report.reason, code=report.code)
         elif state is not None and state.failed:
             self._shutdown.end_failed()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hmac
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -73,7 +73,13 @@ class JobHosts:
         self.lost: dict[int, str] = {}
         """By number, what has happened to hosts that take no part any more."""
         self.placement: dict[int, list[int]] = {}
-        """By host, its ranks."""
+        """By host, its ranks. A host that has none has not joined yet."""
+        self.homes: dict[int, int] = {}
+        """By rank, the host that it was on at first."""
+        self.capacities: dict[int, int] = {}
+        """By host, the number of ranks that it was started with."""
+        self.joins = False
+        """True if this host joins a job that runs, and has no ranks in it yet."""
         self.secret = b""
         """Known to all ranks of the job, and to whoever can read what the hosts say unless they have a token."""
         self.replaces = False
@@ -123,6 +129,7 @@ class JobHosts:
                 self.members, self.leader, self.term = tuple(message["members"]), message["leader"], message["term"]
                 self.store = ":".join(map(str, message["store"]))
                 self.lost |= {int(host): reason for host, reason in message["lost"].items()}
+                self._meet(message)
             elif message["type"] == "finished":
                 self.finished = True
             elif message["type"] == "report" and self.report is None:
@@ -131,12 +138,48 @@ class JobHosts:
 
     def _on_joined(self, message: Message) -> None:
         self.place = place = HostPlace(**message["place"])
-        self._names = message["names"]
-        ends = list(accumulate(message["ranks"][host] for host in sorted(message["ranks"], key=int)))
-        begins = [0, *ends]
-        self.placement = {host: list(range(*pair)) for host, pair in enumerate(pairwise(begins))}
+        self.joins = message["is_late"]
+        self._meet(message)
+        if not self.joins:
+            ends = accumulate(self.capacities[host] for host in sorted(self.capacities))
+            self.placement = {host: list(range(*pair)) for host, pair in enumerate(pairwise([0, *ends]))}
+            self.homes = {rank: host for host, ranks in self.placement.items() for rank in ranks}
         self.secret = hmac.digest(self.settings.token.encode() or b"none", message["nonce"].encode(), "sha256")
         self.replaces = not message["has_torchrun"] and place.role_world_size == place.world_size
+
+    def accept(self, entry: Mapping[str, Any]) -> HostPlace:
+        """Return the place of this host in the job that it joins, from the leader's invitation."""
+        assert self.place is not None
+        self.placement = {int(host): list(ranks) for host, ranks in entry["placement"].items()}
+        self.homes = {int(rank): host for rank, host in entry["homes"].items()}
+        self.capacities = {int(host): ranks for host, ranks in entry["capacities"].items()}
+        ranks, (address, _, port) = tuple(entry["ranks"]), self.store.rpartition(":")
+        return replace(
+            self.place,
+            host=len(self.placement),
+            hosts=len(self.placement) + 1,
+            first_rank=ranks[0],
+            world_size=entry["size"],
+            first_role_rank=ranks[0],
+            role_world_size=entry["size"],
+            master_addr=address,
+            master_port=int(port),
+            ranks=ranks,
+        )
+
+    def _meet(self, message: Message) -> None:
+        self._names |= message.get("names", {})
+        self.capacities |= {int(host): ranks for host, ranks in message.get("ranks", {}).items()}
+
+    @property
+    def hosts(self) -> list[int]:
+        """The members that have ranks."""
+        return [host for host in self.members if host in self.placement]
+
+    @property
+    def newcomers(self) -> list[int]:
+        """The members that have none yet: they are about to join."""
+        return [host for host in self.members if host not in self.placement]
 
     def name(self, host: int) -> str:
         """Return a host in words, with its name."""
@@ -157,9 +200,11 @@ class JobHosts:
             self.channel.send({"type": "report", "kind": "lost", "host": host, "headline": reason, "code": 1})
 
     def tell(self, kind: str, headline: str, code: int) -> None:
-        """Tell the other hosts how the job ends here, once."""
+        """Tell the other hosts how the job ends here, once. If this host only joins, it goes on there."""
         if not self.told:
             self.told = True
+            if self.joins:
+                kind, headline, code = "lost", f"has given up joining: {headline}", 1
             self.channel.send({"type": "report", "kind": kind, "headline": headline, "code": code})
 
     def finish(self) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -27,7 +29,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.arrivals import Arrivals
 from unisono.launch.hosts.endpoint import Door, HostRefusedError, listen, open_door
+from unisono.launch.hosts.late_host import JobRunsError, unless_job_runs
 from unisono.launch.hosts.settings import HostPlace, HostSettings
+from unisono.launch.hosts.term import STORE_ERRORS
 from unisono.tcp_store import serve_store
 
 __all__ = ["Meeting", "meet"]
@@ -51,16 +55,30 @@ class Meeting:
     """The store of this round of the rendezvous."""
     handler: DynamicRendezvousHandler | None
     """torch's handler; None with the static rendezvous."""
-    connect: Callable[[], Any]
-    """Opens another connection to the store at the endpoint."""
-    hello: Mapping[str, Any]
-    """What this host has said of itself."""
     hellos: dict[int, dict[str, Any]] = field(default_factory=dict)
     """By number, what each host of unisono has said; those of torchrun say nothing."""
     hosts_store: bool = False
     """True if others need a store of this process."""
     servers: list[Any] = field(default_factory=list)
     """The stores that this process serves."""
+
+    def names(self) -> dict[str, str]:
+        """Return the names of all hosts by their numbers, as JSON."""
+        told = {str(host): str(hello["name"]) for host, hello in self.hellos.items()}
+        return {str(host): "(torchrun)" for host in range(self.place.hosts)} | told
+
+    def close_rendezvous(self) -> None:
+        """Close torch's rendezvous, so that torchrun, which does not know of reports, starts no ranks anew."""
+
+        def close(handler: DynamicRendezvousHandler) -> None:
+            with suppress(*STORE_ERRORS):
+                handler.shutdown()
+
+        if self.handler is not None:
+            # It may wait for a lost endpoint.
+            closing = threading.Thread(target=close, args=(self.handler,), daemon=True)
+            closing.start()
+            closing.join(1.0)
 
 
 def meet(
@@ -72,6 +90,7 @@ def meet(
     hello: Mapping[str, Any],
     notice: Callable[[str], None],
     warn: Callable[[str], None],
+    may_be_late: bool = False,
 ) -> Meeting:
     """Wait for the other hosts; return who they are and which ranks are whose.
 
@@ -81,9 +100,11 @@ def meet(
         hello: What this host says of itself to others of unisono.
         notice: Called with a line about what is waited for.
         warn: Called, also later and by another thread, with a sentence about strangers.
+        may_be_late: True to look whether the job runs already.
 
     Raises:
         HostRefusedError: The endpoint cannot be reached or used, or not enough hosts come in time.
+        JobRunsError: It does, and may have room for this host.
     """
     began_s = time.monotonic()
     while True:
@@ -96,6 +117,7 @@ def meet(
                 hello=hello,
                 notice=notice,
                 warn=warn,
+                may_be_late=may_be_late and settings.min_hosts < settings.max_hosts,
                 deadline_s=began_s + settings.join_timeout_s,
             )
         except RendezvousClosedError as error:
@@ -116,6 +138,7 @@ def _meet(
     hello: Mapping[str, Any],
     notice: Callable[[str], None],
     warn: Callable[[str], None],
+    may_be_late: bool,
     deadline_s: float,
 ) -> Meeting:
     door = open_door(settings, addresses, notice=notice, warn=warn, deadline_s=deadline_s)
@@ -134,20 +157,29 @@ def _meet(
 
     store = servers[0] if servers else connect(joins=settings.backend == "static")
     notice(f"unisono: waiting for hosts at {settings.endpoint} ...")
-    with Arrivals(connect(), settings, hello, notice=notice) as came:
-        return _number(
-            settings,
-            addresses,
-            store,
-            servers,
-            came,
-            connect,
-            door,
-            ranks=ranks,
-            role=role,
-            hello=hello,
-            deadline_s=deadline_s,
-        )
+
+    def number() -> Meeting:
+        with Arrivals(connect(), settings, hello, notice=notice) as came:
+            return _number(
+                settings,
+                addresses,
+                store,
+                servers,
+                came,
+                door,
+                ranks=ranks,
+                role=role,
+                hello=hello,
+                deadline_s=deadline_s,
+            )
+
+    if not may_be_late:
+        return number()
+    try:
+        return unless_job_runs(connect(), settings, number)
+    except JobRunsError as found:
+        found.servers = servers  # of the endpoint, if this host is it: more hosts may come there
+        raise
 
 
 def _number(  # noqa: PLR0917  parts of one function
@@ -156,7 +188,6 @@ def _number(  # noqa: PLR0917  parts of one function
     store: Any,
     servers: list[Any],
     came: Arrivals,
-    connect: Callable[[], Any],
     door: Door,
     *,
     ranks: int,
@@ -210,8 +241,6 @@ def _number(  # noqa: PLR0917  parts of one function
         place=place,
         store=own,
         handler=handler,
-        connect=connect,
-        hello=hello,
         hellos=hellos,
         hosts_store=bool(servers),
         servers=servers,

@@ -13,47 +13,35 @@ have). Start reading at `HostMember._live`.
 from __future__ import annotations
 
 import logging
-import os
-import platform
 import queue
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import asdict
-from datetime import timedelta
-from importlib.metadata import version
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
-
-import torch
-from torch import distributed as dist
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.hosts.addresses import HostAddresses
-from unisono.launch.hosts.comparison import find_difference
+from unisono.launch.hosts.admission import answer_newcomer
+from unisono.launch.hosts.announcement import Announcement
+from unisono.launch.hosts.arrival import arrive
 from unisono.launch.hosts.election import Election, silence
-from unisono.launch.hosts.endpoint import HostRefusedError, listen
-from unisono.launch.hosts.guarded_port import GuardedPort, LocalPort, refuses
-from unisono.launch.hosts.meeting import Meeting, meet
-from unisono.launch.hosts.quorum import find_obstacle
+from unisono.launch.hosts.end_watch import has_ended, watch_end
+from unisono.launch.hosts.endpoint import HostRefusedError
+from unisono.launch.hosts.guarded_port import LocalPort
+from unisono.launch.hosts.meeting import Meeting
+from unisono.launch.hosts.own_store import OwnStore, connect, way_to
+from unisono.launch.hosts.roster import Roster
 from unisono.launch.hosts.settings import HostSettings
-from unisono.launch.hosts.term import STORE_ERRORS, Term
-from unisono.launch.hosts.torchrun_peers import await_all, find_problem, has_torchrun
-from unisono.machine import host_id
-from unisono.tcp_store import LOOPBACK, serve_store
+from unisono.launch.hosts.term import Term
+from unisono.launch.hosts.torchrun_peers import await_all, has_torchrun, watch_peers
+from unisono.tcp_store import LOOPBACK
 
 __all__ = ["HostMember"]
 
 _LINGER_S = 3.0
 """How long the host with the store stays for the others to read how the job has ended."""
-
-_GOODBYE_S = 0.1
-"""How long to wait for the last words of a host that has closed its connection."""
-
-_TORCHRUN_S = 0.3
-"""How often to look what hosts of torchrun do."""
 
 
 class HostMember:
@@ -80,12 +68,9 @@ class HostMember:
         self._meeting: Meeting | None = None
         self._way: LocalPort | None = None
         self._term: Term | None = None
-        self._members: set[int] = set()
-        self._known: set[int] = set()
-        """The latest members that all of them are known to know: a smaller set could be counted against twice."""
-        self._agreed: set[int] = set()  # on the leader: those of the members that know who they are
-        self._ended: set[int] = set()  # hosts that are known to have ended
-        self._finished: set[int] = set()  # hosts whose ranks have succeeded
+        self._roster = Roster()
+        self._is_outside = False  # this host is let in, and has not read that in the log yet
+        self._announcement: Announcement | None = None
         self._is_done = False  # the ranks of this host have succeeded
         self._over = False  # the job has ended, or is about to, and all who can know do
         self._thread = threading.Thread(target=self._live, name="unisono-hosts", daemon=True)
@@ -110,11 +95,10 @@ class HostMember:
     def close(self) -> None:
         """Leave the others, and stay a moment if they still need the stores of this process."""
         meeting, term = self._meeting, self._term
-        if meeting is not None and meeting.handler is not None and term is not None:
-            # So that torchrun, which does not know of reports, starts no ranks anew. It may wait for a lost endpoint.
-            closing = threading.Thread(target=_close_rendezvous, args=(meeting.handler,), daemon=True)
-            closing.start()
-            closing.join(1.0)
+        if self._announcement is not None:
+            self._announcement.close()
+        if meeting is not None and term is not None:
+            meeting.close_rendezvous()
         if term is not None:
             term.leave(linger_s=_LINGER_S)
         if meeting is not None and meeting.hosts_store and has_torchrun(meeting):
@@ -136,78 +120,43 @@ class HostMember:
                 term.say({"do": "finished"})
 
     def _live(self) -> None:
-        own = self._serve()
         try:
-            self._meeting = meeting = meet(
+            self._own = own = OwnStore(self._addresses, self._settings.token, ranks=self._ranks)
+            meeting, admission = arrive(
                 self._settings,
                 self._addresses,
-                ranks=self._ranks,
+                own,
                 role=self._role,
-                hello=self._hello(own),
                 notice=lambda text: self._tell("notice", text=text),
-                warn=lambda text: self._tell("warned", text=text),
+                warn=self._warn,
             )
         except HostRefusedError as error:
             self._tell("refused", message=str(error))
             return
-        except STORE_ERRORS as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            self._tell("refused", message=f"hosts could not meet at {self._settings.endpoint}: {reason}")
-            return
-        if (problem := find_difference(meeting.hellos)) is not None:
-            self._tell("refused", message=problem)
-            return
-        meeting.servers.append(own)
+        self._meeting = meeting
         first = meeting.hellos[min(meeting.hellos)]
         with self._changing:
-            self._begin(0, min(meeting.hellos), set(meeting.hellos), lost={})
+            if admission is None:
+                self._begin(0, min(meeting.hellos), set(meeting.hellos), lost={})
+            else:
+                self._is_outside = True
+                self._begin(admission.term, admission.leader, admission.members, lost={})
             self._tell(
                 "joined",
                 place=asdict(meeting.place),
-                names={str(host): name for host, name in self._names().items()},
+                names=meeting.names(),
                 ranks={str(host): hello["ranks"] for host, hello in meeting.hellos.items()},
                 nonce=first["nonce"],
                 has_torchrun=has_torchrun(meeting),
+                is_late=admission is not None,
             )
             while not self._early.empty():
                 self._take(self._early.get())
         if has_torchrun(meeting):
-            self._watch_torchrun(meeting)
+            watch_peers(meeting, self._settings, is_over=lambda: self._over or self._is_done, found=self._on_torchrun)
 
-    def _serve(self) -> Any:
-        """Serve a store of this host's own, and return it."""
-        if not self._settings.token:
-            return serve_store(self._addresses.local, listen(self._addresses.local, 0))
-        store = serve_store(LOOPBACK, listen(LOOPBACK, 0))
-        self._guarded = listen(self._addresses.local, 0)
-        GuardedPort(self._guarded, store.port, self._settings.token, refused=lambda _: None)
-        return store
-
-    def _hello(self, own: Any) -> dict[str, Any]:
-        """Return what this host says of itself."""
-        self._own_port = own.port
-        port = self._guarded.getsockname()[1] if self._settings.token else own.port
-        return {
-            "name": f"{socket.gethostname()} ({self._addresses.local})",
-            "address": self._addresses.local,
-            "store": port,
-            "system": host_id(with_network=True),
-            "pid": os.getpid(),
-            "ranks": self._ranks,
-            "nonce": secrets.token_hex(8),
-            "versions": {
-                "unisono": version("unisono"),
-                "torch": str(torch.__version__),
-                "Python": ".".join(platform.python_version_tuple()[:2]),
-            },
-        }
-
-    def _names(self) -> dict[int, str]:
-        assert self._meeting is not None
-        return {
-            host: str(hello["name"]) if (hello := self._meeting.hellos.get(host)) else "(torchrun)"
-            for host in range(self._meeting.place.hosts)
-        }
+    def _warn(self, text: str) -> None:
+        self._tell("warned", text=text)
 
     @property
     def _host(self) -> int:
@@ -221,22 +170,20 @@ class HostMember:
             self._way.close()
             self._way = None
         if leader == self._host:
-            return (LOOPBACK if self._settings.token else self._addresses.local), self._own_port
-        hello = self._meeting.hellos[leader]
-        self._way = LocalPort((hello["address"], hello["store"]), self._settings.token)
+            return self._own.address
+        self._way = way_to(self._meeting.hellos[leader], self._settings.token)
         return LOOPBACK, self._way.port
 
     def _begin(self, number: int, leader: int, members: Collection[int], *, lost: Mapping[int, str]) -> None:
         """Begin a term. The lock is held."""
         self._store_at = self._open(leader)
-        self._members, self._finished, self._agreed = set(members), set(), set()
-        self._known = self._known or self._members
+        self._roster.begin(members)
         term = Term(
             number,
             leader,
             self._host,
             members=members,
-            connect=lambda: _connect(self._store_at, f"term/{number}"),
+            connect=lambda: connect(self._store_at, f"term/{number}"),
             timeout_s=self._settings.host_timeout_s,
             told=lambda host, entry: self._on_entry(term, host, entry),
             silent=lambda hosts: self._exclude(dict.fromkeys(hosts, silence(self._settings)), ended=False),
@@ -244,48 +191,54 @@ class HostMember:
         )
         self._term = term
         term.begin()
-        term.say_to_leader({"do": "agreed", "members": sorted(members)})
+        if not self._is_outside:
+            term.say_to_leader({"do": "agreed", "members": sorted(members)})
         self._tell_hosts(lost)
         if leader == self._host:
-            for host in self._members - {self._host}:
-                threading.Thread(
-                    target=self._await_end, args=(term, host), name="unisono-host-end", daemon=True
-                ).start()
+            for host in self._roster.members - {self._host}:
+                self._watch_end(term, host)
+            if number > 0:
+                self._announce()
         if self._is_done:
             term.say({"do": "finished"})
 
-    def _tell_hosts(self, lost: Mapping[int, str]) -> None:
+    def _tell_hosts(self, lost: Mapping[int, str], **more: Any) -> None:
         assert self._term is not None
         self._tell(
             "hosts",
             term=self._term.number,
             leader=self._term.leader,
-            members=sorted(self._members),
+            members=sorted(self._roster.members),
             lost={str(host): reason for host, reason in lost.items()},
             store=list(self._store_at),
+            **more,
         )
 
     def _on_entry(self, term: Term, host: int, entry: dict[str, Any]) -> None:
         with self._changing:
-            if term is not self._term or host not in self._members:
+            do, roster = entry["do"], self._roster
+            if term is not self._term or (self._is_outside and (do != "newcomer" or entry["host"] != self._host)):
                 return
-            do = entry["do"]
+            if host not in roster.members:
+                return
             if do == "report":
                 self._on_report(term, host, entry)
             elif do == "members":
                 self._on_members(term, host, entry)
+            elif do == "newcomer":
+                self._on_newcomer(term, entry)
             elif do == "agreed":
-                if set(entry["members"]) == self._members:
-                    self._agreed.add(host)
-                if self._agreed == self._members:
-                    term.say({"do": "known", "members": sorted(self._members)})
+                if roster.agree(host, entry["members"]):
+                    term.say({"do": "known", "members": sorted(roster.members)})
+                    self._announce()
             elif do == "known":
-                if set(entry["members"]) == self._members:
-                    self._known = set(self._members)
+                roster.know(entry["members"])
             elif do == "finished":
-                self._finished.add(host)
+                roster.finished.add(host)
                 self._look_whether_done()
             else:
+                if do == "decide":
+                    roster.finished -= {entry.get("newcomer")}
                 self._tell("said", host=host, entry=entry)
 
     def _on_report(self, term: Term, host: int, entry: Mapping[str, Any]) -> None:
@@ -308,18 +261,67 @@ class HostMember:
             headline = "has gone on without this host, which did not answer in time"
             self._tell("report", host=leader, kind="lost", headline=headline, code=1)
             return
-        self._members = set(entry["members"])
-        term.watch(self._members)
+        self._roster.shrink(entry["members"])
+        term.watch(self._roster.members)
         term.say_to_leader({"do": "agreed", "members": entry["members"]})
         self._tell_hosts(entry["lost"])
         self._look_whether_done()
 
+    def _on_newcomer(self, term: Term, entry: Mapping[str, Any]) -> None:
+        """Take another host among the members. The lock is held."""
+        assert self._meeting is not None
+        host, roster = entry["host"], self._roster
+        if self._is_outside:
+            self._is_outside = False
+            roster.begin(entry["members"])
+            roster.known = set(entry["members"])
+        hello = self._meeting.hellos[host] = entry["hello"]
+        roster.add(host)
+        term.watch(roster.members)
+        term.say_to_leader({"do": "agreed", "members": sorted(roster.members)})
+        self._tell_hosts({}, names={str(host): hello["name"]}, ranks={str(host): hello["ranks"]})
+        if term.leader == self._host:
+            self._watch_end(term, host)
+
+    def _announce(self) -> None:
+        """Let hosts find this one, the leader, from now on, if others may come."""
+        settings, meeting = self._settings, self._meeting
+        assert meeting is not None
+        if self._announcement is None and settings.min_hosts < settings.max_hosts and not has_torchrun(meeting):
+            self._announcement = Announcement(
+                settings,
+                self._addresses,
+                hello=self._own.hello,
+                own=self._own.address,
+                admit=self._admit,
+                say=self._warn,
+            )
+
+    def _admit(self, hello: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a host that has come late. Only on the leader."""
+        with self._changing:
+            term, meeting, roster = self._term, self._meeting, self._roster
+            assert meeting is not None
+            if self._over or term is None or term.leader != self._host:
+                return {"later": "the job is about to end"}
+            answer = answer_newcomer(hello, roster=roster, hellos=meeting.hellos, settings=self._settings)
+            if reason := answer.get("refused"):
+                self._warn(f"refused {hello['name']}, which wants to join: {reason}")
+            if "host" in answer:
+                host, members = answer["host"], sorted(roster.members)
+                term.say({"do": "newcomer", "host": host, "hello": dict(hello), "members": members})
+                # Until the log has it: two hosts must not get the same number.
+                meeting.hellos[host] = dict(hello)
+                roster.add(host)
+                answer |= {"term": term.number, "leader": term.leader, "members": members}
+            return answer
+
     def _look_whether_done(self) -> None:
         meeting = self._meeting
         assert meeting is not None
-        if self._members <= self._finished and not self._over:
+        if self._roster.are_done and not self._over:
             if has_torchrun(meeting):
-                threading.Thread(target=self._await_torchrun, args=(meeting,), daemon=True).start()
+                await_all(meeting, came=partial(self._on_torchrun, ""))
             else:
                 self._over = True
                 self._tell("finished")
@@ -327,14 +329,13 @@ class HostMember:
     def _exclude(self, lost: Mapping[int, str], *, ended: bool) -> None:
         """Go on without some hosts, or end the job. Only on the leader."""
         with self._changing:
-            gone = self._members.intersection(lost) - {self._host}
+            gone = self._roster.members.intersection(lost) - {self._host}
             if self._over or not gone or self._term is None:
                 return
-            rest = self._members - gone
+            rest, least = self._roster.members - gone, self._settings.min_hosts
             if ended:
-                self._ended |= gone
-            least = self._settings.min_hosts
-            if obstacle := find_obstacle(self._known, reachable=rest, ended=self._ended, min_hosts=least):
+                self._roster.ended |= gone
+            if obstacle := self._roster.obstacle(rest, min_hosts=least):
                 host = min(gone)
                 headline = f"{lost[host]}; {obstacle}" if least < self._settings.max_hosts else lost[host]
                 self._term.say({"do": "report", "kind": "lost", "host": host, "headline": headline, "code": 1})
@@ -342,32 +343,29 @@ class HostMember:
                 self._over = True
                 self._tell("report", host=host, kind="lost", headline=headline, code=1)
             else:
-                self._members, self._agreed = rest, set()
+                self._roster.shrink(rest)
                 self._term.watch(rest)
                 reasons = {str(host): lost[host] for host in gone}
                 self._term.say({"do": "members", "members": sorted(rest), "lost": reasons})
 
-    def _await_end(self, term: Term, host: int) -> None:
-        """Wait at the store of a host, which closes the connection if all of its launcher is killed. On the leader."""
+    def _watch_end(self, term: Term, host: int) -> None:
+        """Exclude a host once all of its launcher has been killed. On the leader."""
         assert self._meeting is not None
         hello = self._meeting.hellos[host]
-        way = LocalPort((hello["address"], hello["store"]), self._settings.token)
-        with suppress(*STORE_ERRORS):
-            _connect((LOOPBACK, way.port), "never").wait(["never"], timedelta(days=365))
-        has_left = True
-        if way.has_ended and term is self._term and self._has_ended(host):
-            with suppress(*STORE_ERRORS):
-                has_left = _connect(self._store_at, f"term/{term.number}").check([f"done/{host}"])
-        if not has_left:
+
+        def has_left() -> bool:
+            if term is not self._term or not self._has_ended(host):
+                return True
+            return bool(connect(self._store_at, f"term/{term.number}").check([f"done/{host}"]))
+
+        def ended() -> None:
             self._exclude({host: "has closed its connection: its launcher has ended, or was killed"}, ended=True)
-        way.close()
+
+        watch_end(hello, self._settings.token, has_left=has_left, ended=ended)
 
     def _has_ended(self, host: int) -> bool:
-        """Return True if a host that has closed a connection refuses others, a moment later: it may say why before."""
         assert self._meeting is not None
-        hello = self._meeting.hellos[host]
-        time.sleep(_GOODBYE_S)
-        return refuses((hello["address"], hello["store"]), timeout_s=1.0)
+        return has_ended(self._meeting.hellos[host])
 
     def _on_broken(self, term: Term, reason: str) -> None:
         """Go on without the leader. Called by one of the threads of the term, or that which looks after it."""
@@ -391,19 +389,15 @@ class HostMember:
     def _find_leader(self, term: Term, lost: dict[int, str], has_said_so: bool, is_closed: bool) -> None:
         """Find the leader of the next term, and begin it."""
         ended = {term.leader} if has_said_so or (is_closed and self._has_ended(term.leader)) else set()
-        election = Election(
+        verdict = Election(
             term.number + 1,
             host=self._host,
-            members=self._members,
-            known=self._known,
+            roster=replace(self._roster, ended=self._roster.ended | ended),
             lost=lost,
-            ended=self._ended | ended,
             settings=self._settings,
             open_way=self._open_anew,
-            connect=lambda where, prefix, timeout_s: _connect(where, prefix, timeout_s=timeout_s),
             has_ended=self._has_ended,
-        )
-        verdict = election.run()
+        ).run()
         with self._changing:
             if self._term is not term or self._over:
                 return
@@ -424,37 +418,17 @@ class HostMember:
         headline = f"{reason}; {obstacle}" if obstacle and is_range else reason
         self._tell("report", host=host, kind="lost", headline=headline, code=1)
 
-    def _watch_torchrun(self, meeting: Meeting) -> None:
-        """Look what hosts of torchrun do."""
-        problem = ""
-        while not self._over and not problem:
-            time.sleep(_TORCHRUN_S)
-            problem = "" if self._is_done else find_problem(meeting, self._settings)
+    def _on_torchrun(self, problem: str) -> None:
+        """End the job: hosts of torchrun are done (""), or no host can go on with them."""
         with self._changing:
-            if problem and not self._over:
-                self._over = True
+            if self._over:
+                return
+            self._over = True
+            if problem:
                 self._tell("report", host=-1, kind="ended", headline=problem, code=1)
-
-    def _await_torchrun(self, meeting: Meeting) -> None:
-        """Wait until the ranks of all hosts have succeeded, also those of torchrun."""
-        came = await_all(meeting)
-        with self._changing:
-            if came and not self._over:
-                self._over = True
+            else:
                 self._tell("finished")
 
     def _tell(self, message: str, /, **fields: Any) -> None:
         with self._sending:
             self._agent.send({"type": message, **fields})
-
-
-def _connect(where: tuple[str, int], prefix: str, *, timeout_s: float = 10.0) -> Any:
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        *where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-    return dist.PrefixStore(f"unisono/{prefix}", store)  # type: ignore[attr-defined]
-
-
-def _close_rendezvous(handler: Any) -> None:
-    with suppress(*STORE_ERRORS):
-        handler.shutdown()

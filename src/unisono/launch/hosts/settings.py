@@ -126,6 +126,8 @@ class HostPlace:
     """The port of that store."""
     identity: str
     """A name of this host that no other host of the job has."""
+    ranks: tuple[int, ...] = ()
+    """The ranks of this host, if it joins a job that runs; they take the state of the others."""
 
 
 def read_conf(text: str) -> dict[str, str]:
