@@ -283,3 +283,13 @@ def test_a_run_whose_ranks_all_die_in_a_checkpoint_starts_again_from_a_whole_one
     assert {job.lines(rank)[-1] for rank in range(3)} == {undisturbed()[0]}
     resumed = [event["total_steps"] for event in events_of(tmp_path / "run") if event["event"] == "resume"]
     assert resumed == [5]
+
+
+def test_a_rank_without_memory_for_a_segment_is_replaced(run_ranks, fork_python, tmp_path):
+    """Rank 0 makes the segments, and the others wait for it: they must not take its failure for theirs."""
+    program, there = PROGRAM.with_name("no_memory.py"), tmp_path / "there"
+    there.touch()
+    expected = fork_python(program, there, 0)[-1]
+    done = run_ranks(2, program, tmp_path / "once", 0)
+    assert "rank 0 raised UnisonoError in the sum of step 3; replaced" in done.said
+    assert done.lines()[-1] == expected

@@ -67,9 +67,9 @@ def handshake(
         The segment, and the processes of the ranks.
 
     Raises:
-        PeerError: A rank died or did not come in time. The error names it.
-        UnisonoError: Ranks are on different hosts, or rank 0 could not create the segment. Rank 0 itself raises the
-            error of `make` then.
+        PeerError: A rank died or did not come in time, or rank 0 could not create the segment. The error names it. Rank
+            0 itself raises the error of `make` then.
+        UnisonoError: Ranks are on different hosts, or this one cannot map the segment.
     """
     names = range(size) if names is None else names
     if look is None:
@@ -220,7 +220,7 @@ def _go_there(
             continue
         place = store.get(_PLACE).decode()
         if place.startswith(_NONE):
-            raise UnisonoError(f"{host_rank} has no shared memory to offer: {place.removeprefix(_NONE)}")
+            raise PeerError(f"{host_rank} has no shared memory to offer: {place.removeprefix(_NONE)}")
         host, host_name, name = place.split(" ")
         if host != _own_host():
             refusal = (
