@@ -14,6 +14,8 @@ from torch.utils.data import TensorDataset
 import unisono
 from tests.digests import digests
 from unisono.embedding import SGD, Adam, Table, Tables, dense_parameters
+from unisono.report.page import render_page
+from unisono.report.source import open_run
 
 PROGRAM = Path(__file__).parent / "programs" / "tables.py"
 DATA = TensorDataset(torch.arange(120).view(40, 3) ** 2 % 17, torch.arange(40) % 3)
@@ -157,3 +159,36 @@ def test_a_killed_run_goes_on_from_the_changed_rows_of_its_tables(fork_python, f
     kept = sorted((tmp_path / kind / "checkpoints").glob("step-*"))
     assert (kept[-1] / "model-base.safetensors").exists() and (kept[-1] / "optimizer-base.safetensors").exists()
     assert fork_ranks(3, program, tmp_path / kind).lines() == [expected]
+
+
+def test_the_events_have_what_a_step_looks_up(tmp_path):
+    events = []
+    sizes = {"fixed": {"rows": 17}, "grown": {"capacity": 30}}
+    tables = Tables({name: Table(dim=4, pooling="sum", optimizer=SGD(lr=0.1), **size) for name, size in sizes.items()})
+    model = nn.ModuleDict({"tables": tables, "head": nn.Linear(4, 3)})
+
+    def loss(model, batch):
+        bags = model["tables"]["fixed"](batch[0]) + model["tables"]["grown"](batch[0])
+        return F.cross_entropy(model["head"](bags), batch[1], reduction="none")
+
+    optimizer = optim.SGD(dense_parameters(model), lr=0.1)
+    options = {"virtual_ranks": 2, "progress": False, "directory": tmp_path / "run", "listeners": [events.append]}
+    trainer = unisono.Trainer(model, optimizer, **options)
+    for batch in trainer.batches(DATA, batch_size=20, shuffle=False):
+        trainer.step(loss, batch)
+    (told,) = [event for event in events if event["event"] == "tables"]  # one second has not passed
+    seen, numbers = DATA.tensors[0][:20].unique(return_counts=True)
+    hottest = told["tables"]["tables.fixed"].pop("hottest")
+    assert told["total_steps"] == 1
+    assert told["tables"]["tables.fixed"] == {
+        "rows": 17, "capacity": 17, "ids": 60, "distinct": round(len(seen) / 60, 16), "nbytes": 60 * 16,
+    }  # fmt: skip
+    parts = dict(zip(seen.tolist(), (numbers / 60).tolist(), strict=True))
+    assert [part for _, part in hottest] == sorted((round(parts[row], 6) for row, _ in hottest), reverse=True)
+    assert hottest[0][1] == round(max(parts.values()), 6)
+    grown = told["tables"]["tables.grown"]
+    assert (grown["rows"], grown["hit_rate"], grown["evicted"]) == (len(seen), 0.0, 0)
+    assert not tables["fixed"]._forward_pre_hooks and not tables["grown"]._forward_pre_hooks
+    document = open_run(tmp_path / "run")
+    assert document["tables"]["tables.grown"]["rows"] == len(seen)
+    assert "<h2>Embedding tables</h2>" in render_page({**document, "title": "run"})

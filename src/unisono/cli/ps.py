@@ -6,7 +6,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from unisono.errors import LaunchError
 from unisono.launch.control import ask, ask_all, running_jobs
 from unisono.launch.hang.stacks import read_state
 from unisono.text import clip
-from unisono.watch.figures import format_elapsed
+from unisono.watch.figures import format_bytes, format_elapsed
 
 __all__ = ["find_job", "ps", "stacks"]
 
@@ -25,6 +25,7 @@ _Row = tuple[str, ...]
 _PATIENCE_S = 1.0
 _COLUMNS = ("JOB", "NAME", "RANKS", "SINCE", "STEP", "LOSS", "ARGUMENTS", "DIRECTORY")
 _ARGUMENTS, _DIRECTORY = 6, 7
+_SHOWN_IDS = 3
 _LEAST = 12
 """Characters that a directory keeps on a narrow terminal."""
 
@@ -43,7 +44,24 @@ def ps() -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in _table(rows, width=width):
         click.echo(line)
+    for job in sorted(jobs, key=lambda job: int(job["pid"])):
+        for name, figures in (job.get("tables") or {}).items():
+            click.echo(f"{job['pid']}  table {_printable(name)}: {_table_line(figures)}")
     return 1 if silent else 0
+
+
+def _table_line(figures: Mapping[str, Any]) -> str:
+    """Return what an embedding table has, and what a step has looked up there last.
+
+    >>> figures = {"rows": 7, "capacity": 9000, "ids": 1024, "nbytes": 65536, "hottest": [[3, 0.0211]]}
+    >>> _table_line({**figures, "hit_rate": 0.98})
+    '7 of 9,000 rows, 98.0 % of ids have one; a step reads 1,024 ids, 0.07 MB; most frequent: 3 (2.1 %)'
+    """
+    of = f" of {figures['capacity']:,}" if figures["capacity"] != figures["rows"] else ""
+    hits = f", {figures['hit_rate']:.1%} of ids have one".replace("%", " %", 1) if "hit_rate" in figures else ""
+    frequent = ", ".join(f"{row} ({100 * part:.1f} %)" for row, part in figures["hottest"][:_SHOWN_IDS])
+    read = f"a step reads {figures['ids']:,} ids, {format_bytes(figures['nbytes'])}"
+    return f"{figures['rows']:,}{of} rows{hits}; {read}; most frequent: {frequent}"
 
 
 def _table(rows: Sequence[_Row], *, width: int | None) -> list[str]:

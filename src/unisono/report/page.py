@@ -35,6 +35,7 @@ _TITLES = {
 }
 _NOTES = {"grad_norm": "before clipping", "samples/s": "samples per second", "memory": "bytes"}
 _EMBEDDED = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+_SHOWN_HOTTEST = 5
 _SHOWN_RANKS = 16
 _SHOWN = 300
 """Characters of an argument or setting."""
@@ -52,6 +53,7 @@ def render_page(document: Document) -> str:
         _curves(document),
         _section("Timeline", render_timeline(document)),
         _section("Where the time went", _time(document)),
+        _section("Embedding tables", _tables(document)),
         _section("The run", _facts(document)),
     ]
     title = f"{document['title']} - unisono report"
@@ -245,6 +247,37 @@ def _ranks(document: Document) -> str:
         )
     of = f", the {len(shown)} of {size} that wait the least" if len(shown) < size else ""
     return f'<div class="ranks"><h3>A step on each rank{of}</h3>{"".join(rows)}</div>'
+
+
+def _tables(document: Document) -> str:
+    """Return a row for each embedding table, with what a step has looked up there last."""
+    rows = []
+    for name, each in document.get("tables", {}).items():
+        hottest = ", ".join(f"{row} ({part:.1%})" for row, part in each["hottest"][:_SHOWN_HOTTEST])
+        cells = [
+            name,
+            format_count(int(each["rows"])) if "rows" in each else "",
+            f"{each['hit_rate']:.1%}" if "hit_rate" in each else "",
+            format_count(int(each["ids"])) if "ids" in each else "",
+            f"{each['distinct']:.0%}" if "distinct" in each else "",
+            format_bytes(int(each["nbytes"])) if "nbytes" in each else "",
+            hottest,
+        ]
+        rows.append("<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in cells) + "</tr>")
+    if not rows:
+        return ""
+    heads = (
+        "Table",
+        "Rows in use",
+        "Ids with a row",
+        "Ids in a step",
+        "Distinct",
+        "Read in a step",
+        "Most frequent ids",
+    )
+    head = "".join(f"<th>{each}</th>" for each in heads)
+    note = '<p class="remark">Ids are those of one step on rank 0, the last one that was looked at.</p>'
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>{note}"
 
 
 def _facts(document: Document) -> str:

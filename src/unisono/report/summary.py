@@ -26,6 +26,9 @@ _MOST_CURVES = 60
 _MOST_STARTS = 100
 _MOST_WARNINGS = 50
 _MOST_RECOVERIES = 500
+_MOST_TABLES = 50
+_MOST_HOTTEST = 8
+_OF_TABLES = ("rows", "capacity", "ids", "distinct", "nbytes", "hit_rate", "evicted")
 _LONG_S = 5.0
 _LONG_TIMES = 20.0
 """A step is long that takes this many seconds, and as many times the median of those before."""
@@ -80,6 +83,7 @@ class _Summary:
         self.spans = {name: Spans() for name in ("evaluation", "checkpoint", "long step")}
         self.recoveries: list[dict[str, Any]] = []
         self.rank_times = RankTimes()
+        self.tables: dict[str, dict[str, Any]] = {}
         self.warnings: dict[str, dict[str, Any]] = {}
         self.other_warnings = 0
         self.pipeline: dict[str, Any] | None = None
@@ -90,6 +94,7 @@ class _Summary:
             "epoch": self._epoch,
             "step": self._step,
             "times": self.rank_times.add,
+            "tables": self._tables,
             "evaluation": self._evaluation,
             "log": self._log,
             "checkpoint": self._checkpoint,
@@ -180,6 +185,19 @@ class _Summary:
             if is_new and own_s > 0 and samples:
                 self._point("samples/s", step, samples / own_s)
         self.between_s = 0.0
+
+    def _tables(self, event: Event, at_s: float) -> None:
+        found = event.get("tables")
+        for name, figures in found.items() if isinstance(found, Mapping) else ():
+            if isinstance(figures, Mapping) and (name in self.tables or len(self.tables) < _MOST_TABLES):
+                self.tables[name] = {
+                    **{key: value for key in _OF_TABLES if (value := _number(figures.get(key))) is not None},
+                    "hottest": [
+                        each
+                        for each in _list(figures.get("hottest"))[:_MOST_HOTTEST]
+                        if isinstance(each, list) and len(each) == 2 and all(map(_is_number, each))
+                    ],
+                }
 
     def _evaluation(self, event: Event, at_s: float) -> None:
         name, values = event.get("name"), event.get("values")
@@ -311,6 +329,7 @@ class _Summary:
             "ranks": self.ranks,
             "waits": self.rank_times.waits(),
             "times": self.rank_times.document(),
+            "tables": self.tables,
             "pipeline": self.pipeline,
             "checkpoint": self.checkpoint,
             "warnings": [*self.warnings.values()],

@@ -30,6 +30,7 @@ from unisono.trainer.state_digests import RegularDigests, digest_at_end
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_events import StepEvents
 from unisono.trainer.step_result import StepResult
+from unisono.trainer.table_statistics import TableStatistics
 from unisono.watch import EventLog
 from unisono.watch.event_kinds import EndFields
 
@@ -72,6 +73,7 @@ class Loop:
         self._asked = self._cursor.values(), len(self.history)
         self._started_s = time.monotonic()
         self._events = StepEvents(log, parts.run.device)
+        self._table_statistics = TableStatistics(parts.modules, log)
         self._clock = parts.run.clock
         self._clock.attach(log)
         self._saves = SavePoints(parts, log, keeps=keeps)
@@ -348,6 +350,7 @@ class Loop:
         clock = self._clock
         if clock.is_measuring or clock.is_due:
             clock.begin(self._cursor.total_steps)
+        self._table_statistics.begin(loss_fn)
         self._state.begin()
         try:
             if self._carries:
@@ -359,6 +362,7 @@ class Loop:
                 self.optimizers.update_averages(name)
             self._state.commit(runner.transaction)
         except BaseException as error:
+            self._table_statistics.give_up()
             self._state.give_up()
             if isinstance(error, UnisonoError):
                 # A signal to all ranks has ended the others, too: this rank's signal explains more than their end.
@@ -370,6 +374,7 @@ class Loop:
         runner.transaction.close()
         self._count_loss(batch, result)
         clock.end(self._cursor.total_steps)
+        self._table_statistics.end(self._cursor.total_steps)
         shown = name if len(self.optimizers.runners) > 1 else None
         self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
         if (message := runner.mode_warning(batch.epoch)) is not None:

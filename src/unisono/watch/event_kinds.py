@@ -30,6 +30,8 @@ __all__ = [
     "RunFields",
     "StepFields",
     "StepParts",
+    "TableFigures",
+    "TablesFields",
     "TimesFields",
     "WarningFields",
 ]
@@ -40,6 +42,7 @@ Kind: TypeAlias = Literal[
     "epoch",
     "step",
     "times",
+    "tables",
     "evaluation",
     "log",
     "checkpoint",
@@ -204,6 +207,36 @@ class TimesFields(StepParts):
     of the four is the loop's own: its code, evaluations, saving."""
     last: Mapping[str, Any]
     """`seconds` and the four parts of the last step alone."""
+
+
+class TableFigures(TypedDict):
+    """What a step looks up in an embedding table, on the rank that writes."""
+
+    rows: int
+    """Rows in use: of a dynamic table, those that ids have."""
+    capacity: int
+    """Rows that there is memory for."""
+    ids: int
+    """Ids that were looked up in one step, on this rank."""
+    distinct: float
+    """The part of them that is left without repetitions."""
+    nbytes: int
+    """Bytes of the rows that were looked up, repeated ones too."""
+    hottest: Sequence[Sequence[float]]
+    """The most frequent ids, each with its part of all that were counted since the start of this process."""
+    hit_rate: NotRequired[float]
+    """Of a dynamic table, the part of the ids that had a row."""
+    evicted: NotRequired[int]
+    """Of a dynamic table, the rows that have been given up."""
+
+
+class TablesFields(TypedDict):
+    """What a step has looked up in embedding tables, about once a second."""
+
+    total_steps: int
+    """Steps of the run up to and including this one."""
+    tables: Mapping[str, TableFigures]
+    """By the name in the model."""
 
 
 class EvaluationFields(TypedDict):

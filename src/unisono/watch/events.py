@@ -37,6 +37,7 @@ from unisono.watch.event_kinds import (
     ResumeFields,
     RunFields,
     StepFields,
+    TablesFields,
     TimesFields,
     WarningFields,
 )
@@ -145,6 +146,8 @@ class EventLog:
     def emit(self, kind: Literal["step"], /, **fields: Unpack[StepFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["times"], /, **fields: Unpack[TimesFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["tables"], /, **fields: Unpack[TablesFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["evaluation"], /, **fields: Unpack[EvaluationFields]) -> None: ...
     @overload

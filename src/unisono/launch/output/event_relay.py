@@ -46,6 +46,8 @@ class EventRelay:
         """The number of samples in the latest step."""
         self.times: dict[str, Any] | None = None
         """The latest event "times" of this run, which has where the time of its steps goes on each rank."""
+        self.tables: dict[str, Any] | None = None
+        """What the latest event "tables" has of each embedding table."""
         self.listener: Callable[[dict[str, Any]], None] | None = None
         """Called with each event."""
 
@@ -92,6 +94,9 @@ class EventRelay:
             self.steps = whole if isinstance(whole, int) else None
         elif event.get("event") == "times":
             self.times = event
+        elif event.get("event") == "tables":
+            tables: Any = event.get("tables")
+            self.tables = tables if isinstance(tables, dict) else None
         elif event.get("event") in ("run", "recovery", "resize"):
             self.times = None
         step: Any = event.get("total_steps")

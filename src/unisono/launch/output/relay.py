@@ -134,7 +134,7 @@ class Relay:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """The `step` of the run, `steps` at its end, and the latest `loss`, `lr`, `samples` and `times`; or None."""
+        """The `step` of the run, `steps` at its end, and the latest `loss`, `lr`, `samples`, `times` and `tables`."""
         events = self._events
         return {
             "step": events.step,
@@ -143,6 +143,7 @@ class Relay:
             "lr": events.lr,
             "samples": events.samples,
             "times": events.times,
+            "tables": events.tables,
         }
 
     def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
