@@ -57,8 +57,6 @@ class _Request:
     """The module, which several ranks may have under one name."""
     call: str
     """The call, its number and its mode, as words; equal on all ranks."""
-    gradients: bool
-    """True if the call records a graph."""
     inputs: Inputs | None
     """None for a rank that takes part without inputs."""
     random_state: Tensor
@@ -137,7 +135,6 @@ class RemoteCalls:
         request = _Request(
             token=self._token,
             call=f"{self._call}: call {number}, {mode}",
-            gradients=gradients,
             inputs=inputs,
             random_state=torch.get_rng_state(),
         )
@@ -146,7 +143,7 @@ class RemoteCalls:
         assert isinstance(sent, Payload)
         replies, passes, error = None, None, None
         if arrived is not None:
-            replies, passes, error = self._run(group, arrived, training=training)
+            replies, passes, error = self._run(group, arrived)
         got = object_transport.scatter(group, f"the outputs of {self._call}", replies, root)
         self._raise(got, error)
         self._number = number  # a call that some rank did not make is none
@@ -166,7 +163,7 @@ class RemoteCalls:
         return reply.outputs
 
     def _run(
-        self, group: Group, arrived: Sequence[Received], *, training: bool
+        self, group: Group, arrived: Sequence[Received]
     ) -> tuple[Sequence[Payload], list[_Pass], Exception | None]:
         """On the owner, run the module for each rank; return what to send to each, and the passes."""
         assert self._module is not None
@@ -243,14 +240,6 @@ class RemoteCalls:
         if mismatch := self._mismatch(calls):
             return self._tell(group, _Reply(mismatch=mismatch)), None
         parameters = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        if parameters and not self.is_updated:
-            self.is_updated = True
-            warnings.warn(
-                f"{self._call} gets gradients, and nothing is there to apply them: make its optimizer on all ranks, "
-                "by .optimizer(torch.optim.SGD, lr=...), or freeze it by .requires_grad_(False)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         callers = sum(each.has_inputs for each in passes)
         divisor = callers if self._average else 1
         held = [parameter.grad for parameter in parameters] if divisor > 1 else []
@@ -261,6 +250,8 @@ class RemoteCalls:
         what = "before backward"
         token = refuse_collectives(f"the backward of {self._call}", _NO_COLLECTIVES)
         try:
+            if parameters and not self.is_updated:
+                self._warn()
             for rank, each, (_, _, gradients) in zip(group.ranks, passes, came, strict=True):
                 what = f"in backward for the outputs of rank {rank}"
                 returned = _run_backward_of(each, gradients, keep=keep)
@@ -272,6 +263,15 @@ class RemoteCalls:
             for parameter, before in zip(parameters, held, strict=False):
                 parameter.grad = _added(before, parameter.grad, divisor)
         return replies, None
+
+    def _warn(self) -> None:
+        self.is_updated = True
+        warnings.warn(
+            f"{self._call} gets gradients, and nothing is there to apply them: make its optimizer on all ranks, "
+            "by .optimizer(torch.optim.SGD, lr=...), or freeze it by .requires_grad_(False)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _mismatch(self, calls: Mapping[int, tuple[str, str]]) -> str | None:
         """Return how the calls of ranks differ, as a message; None if they are the same."""
