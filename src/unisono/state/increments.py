@@ -28,7 +28,7 @@ __all__ = ["BaseFile", "Increment", "base_name", "find_increment", "is_sound", "
 _LEAST_NBYTES = 1 << 20
 """Smaller tensors are stored whole."""
 _READ_NBYTES = 8 << 20
-_SAMPLE = 64
+_SAMPLE = 16
 """Rows that are compared first: if most of them differ, so do most of the tensor, and the rest is not read."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
