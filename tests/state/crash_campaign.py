@@ -1,6 +1,7 @@
 """Kill writers of checkpoints and look at what they leave. Run by test_crash.py, in a process of its own.
 
     python crash_campaign.py FOLDER random KILLS SEED    # SIGKILL after random times
+    python crash_campaign.py FOLDER increments KILLS SEED    # the same, of checkpoints with changed rows alone
     python crash_campaign.py FOLDER calls                # SIGKILL before and after every call that changes the disk
 
 Torch is imported once and writers are forked, so that a kill costs milliseconds. Prints one JSON line.
@@ -200,10 +201,52 @@ def kills_at_every_call(folder, *, writes_alone=False):
     return kills
 
 
+def table_after(step):
+    table = torch.zeros(8192, 64)
+    for each in range(1, step + 1):
+        table[(37 * each + torch.arange(40)) % 8192] = each
+    return table
+
+
+def increments_at_random_moments(folder, kills, seed):
+    rng = random.Random(seed)
+    store, step, increments = CheckpointStore(folder), 0, 0
+    store.write(0, {"model": {"table": table_after(0)}}, {})
+    for _ in range(kills):
+
+        def write_for_ever(report, begun=step):
+            mine = CheckpointStore(folder, incremental=True)
+            for each in range(begun + 1, begun + 1000):
+                mine.write(each, {"model": {"table": table_after(each)}}, {})
+                report(each)
+                mine.prune(2)
+
+        child, reader = fork(write_for_ever)
+        text = b""
+        while text.count(b"\n") < 2:  # the first checkpoint of a process is whole
+            text += os.read(reader, 100)
+        time.sleep(rng.uniform(0, 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        reported = [*map(float, text.split()), *drain(reader)]
+        store.clean()
+        found, errors = store.load_newest()
+        assert found is not None and not errors, errors
+        assert found.info.step >= max(reported), (found.info, reported)
+        assert torch.equal(found.groups["model"]["table"], table_after(found.info.step)), found.info
+        for info in store.list():
+            store.verify(info)
+        increments += (found.info.path / "model-base.safetensors").exists()
+        step = found.info.step
+    return {"kills": kills, "increments": increments}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)  # threads of the parent would not be there in the forks
     target = Path(sys.argv[1])
     if sys.argv[2] == "random":
         print(json.dumps(at_random_moments(target, int(sys.argv[3]), int(sys.argv[4]))))
+    elif sys.argv[2] == "increments":
+        print(json.dumps(increments_at_random_moments(target, int(sys.argv[3]), int(sys.argv[4]))))
     else:
         print(json.dumps(at_every_call(target)))

@@ -30,6 +30,14 @@ def test_many_kills_at_random_moments_lose_nothing_committed(tmp_path, seed):
     assert json.loads(run(CAMPAIGN, tmp_path / "c", "random", 500, seed))["kills"] == 500
 
 
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(5, 1), pytest.param(200, 2, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
+)
+def test_kills_lose_no_rows_of_tables_that_are_stored_by_their_changes(tmp_path, kills, seed):
+    found = json.loads(run(CAMPAIGN, tmp_path / "c", "increments", kills, seed))
+    assert found == {"kills": kills, "increments": kills}
+
+
 def test_kills_around_every_call_that_changes_the_disk_lose_nothing_committed(tmp_path):
     assert json.loads(run(CAMPAIGN, tmp_path / "c", "calls"))["kills"] > 40
 
