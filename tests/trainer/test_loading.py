@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -231,3 +232,24 @@ def test_match_is_exact():
     with pytest.raises(CheckpointError, match=r"1 are not in it \(b\); 1 are in it only \(d\)"):
         match(own, {"a": own["a"], "d": own["a"]}, strict=True, where="x")
     assert match(own, {"a": own["a"], "d": own["a"]}, strict=False, where="x") == (["a"], ["b"], ["d"])
+
+
+@pytest.mark.parametrize("incremental", [None, True])
+def test_files_of_a_model_without_tables_are_complete_unless_asked_otherwise(tmp_path, incremental):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 300_000), nn.Linear(300_000, 2))
+    model[0].requires_grad_(False)
+    trainer = unisono.Trainer(
+        model,
+        torch.optim.SGD(model[1].parameters(), lr=0.1),
+        virtual_ranks=1,
+        directory=tmp_path,
+        checkpoints=unisono.Checkpoints(incremental=incremental),
+        progress=False,
+    )
+    for _ in trainer.epochs(2):
+        for batch in trainer.batches(DATA, batch_size=8):
+            trainer.step(lambda model, batch: model(batch[0]).square().mean(1), batch)
+    newest = max((tmp_path / "checkpoints").glob("step-*")) / "model.safetensors"
+    assert ("0.weight~rows" in load_file(newest)) == bool(incremental)
+    assert load_file(newest)["0.weight"].shape == ((0, 4) if incremental else (300_000, 4))

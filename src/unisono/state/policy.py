@@ -37,9 +37,10 @@ class Checkpoints:
     keep: int = 3
     """The newest `keep` checkpoints are kept on disk, and keep + 1 while one is written. More than one, so that a
     damaged newest checkpoint costs an interval and not the run."""
-    incremental: bool = True
-    """Store only the rows that have changed, of tensors of 1 MiB or more such as embedding tables, until these take as
-    much space as the whole."""
+    incremental: bool | None = None
+    """True to store only the rows that have changed, of tensors of 1 MiB or more, until these take as much space as the
+    whole. False to write complete files, which other programs read without unisono. None: True for a model with
+    embedding tables."""
     best: str | None = None
     """Also keep the checkpoint with the best value of this metric, until a better one is on disk. The metric is named
     as `Trainer.evaluate` reports it: its `name`, the key of a dict, or "name/key" if several evaluations have that
@@ -49,7 +50,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         flag("every_epoch", self.every_epoch)
-        flag("incremental", self.incremental)
+        if self.incremental is not None:
+            flag("incremental", self.incremental)
         whole("keep", self.keep, meant="a whole number of checkpoints")
         if self.every_steps is not None:
             whole("every_steps", self.every_steps, meant="a whole number of steps, or None")

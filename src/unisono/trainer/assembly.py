@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from unisono.collectives.world import World
+from unisono.embedding.tables import tables_in
 from unisono.engine import (
     BufferTransaction,
     EngineFactory,
@@ -213,7 +214,10 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         cut = cut_model(settings.parallel, modules, model, optimizers, world)
     elif settings.parallel is not None:
         cut = divide_model(settings.parallel, modules, model, optimizers, world)
-    keeper = Checkpointing(settings.directory, settings.checkpoints, world)
+    policy = settings.checkpoints
+    if policy.incremental is None:
+        policy = replace(policy, incremental=bool(tables_in(modules.values())))
+    keeper = Checkpointing(settings.directory, policy, world)
     position = recovery.position
     found = None if position is not None else keeper.find(settings.resume, in_parts=isinstance(cut, DividedModel))
     source = None if found is None else found.source

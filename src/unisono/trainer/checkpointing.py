@@ -41,7 +41,9 @@ class Checkpointing:
     def __init__(self, directory: Path | None, policy: Checkpoints, world: World) -> None:
         self._directory, self._policy, self._world = directory, policy, world
         self._store = (
-            None if directory is None else CheckpointStore(directory / "checkpoints", incremental=policy.incremental)
+            None
+            if directory is None
+            else CheckpointStore(directory / "checkpoints", incremental=bool(policy.incremental))
         )
         self._lock = None if directory is None else DirectoryLock(directory)
         self._writer: BackgroundWriter | None = None
