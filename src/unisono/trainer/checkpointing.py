@@ -210,7 +210,8 @@ class Checkpointing:
         """
         if self._writer is None and self._best is None:
             return
-        self._raise_for_listener()
+        if self._raised is not None:
+            self._raise_for_listener()
         if self._best is not None and self._best.has_candidate:
             if self._best.needs_checkpoint(place[2]):
                 self.submit(place, capture)

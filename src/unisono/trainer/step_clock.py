@@ -21,8 +21,8 @@ __all__ = ["Schedule", "StepClock"]
 
 _EVERY_S = 1.0
 """Seconds between two exchanges."""
-_MEASURED_S = 0.005
-"""Of shorter steps, only one in this time is measured: reading clocks costs 3 to 5 µs, as the code and the data of the
+_MEASURED_S = 0.03
+"""Of shorter steps, only one in this time is measured: that costs some 70 µs, as the code and the data of the
 interpreter have left the processor's caches while a step computes."""
 _FIRST = 8
 """Steps after which the first exchange comes, and the factor by which an interval may grow."""
@@ -48,7 +48,7 @@ class Schedule(NamedTuple):
             step_s: Seconds of one of them.
 
         >>> Schedule.following(100, steps=8, step_s=0.001), Schedule.following(100, steps=900, step_s=0.001)
-        (Schedule(exchange_at=164, stride=7), Schedule(exchange_at=1100, stride=7))
+        (Schedule(exchange_at=164, stride=31), Schedule(exchange_at=1100, stride=31))
         >>> Schedule.following(100, steps=8, step_s=3.0)
         Schedule(exchange_at=101, stride=1)
         """
