@@ -32,7 +32,7 @@ from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.candidates import find_places
 from unisono.parallel.pipeline.measuring import measure_segments
 from unisono.parallel.pipeline.model_line import model_line_of
-from unisono.parallel.sharding.units import REST, choose_blocks, members_of
+from unisono.parallel.sharding.units import REST, choose_blocks, join_small, members_of
 
 __all__ = ["ModelProfile", "Segments", "profile_model"]
 
@@ -181,7 +181,9 @@ def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: O
             timed.append(_run(subject, batch, scalar, clock))
             optimizer.zero_grad(set_to_none=True)
     blocks = members_of(model, choose_blocks(model))
-    block_sizes = {name: sum(p.nbytes for p in own.values()) for name, own in blocks.items()}
+    unit_of, block_sizes = join_small(blocks, None), dict[str, int]()
+    for name, own in blocks.items():
+        block_sizes[unit_of[name]] = block_sizes.get(unit_of[name], 0) + sum(p.nbytes for p in own.values())
     return ModelProfile(
         model=type(model).__name__,
         optimizer=type(optimizer).__name__,

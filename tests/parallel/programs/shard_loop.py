@@ -155,7 +155,7 @@ def divide(state=None):
     """Make the model, its optimizer and its schedule, and divide them."""
     parallel = {
         "block": unisono.parallel.Shard(),
-        "built": unisono.parallel.Shard(),
+        "built": unisono.parallel.Shard(unit_bytes=1),
         "named": unisono.parallel.Shard(by=["layers.0", "layers.2"]),
         "size": unisono.parallel.Shard(by="size", unit_bytes=4000),
         "zero1": unisono.parallel.Shard(zero=1),

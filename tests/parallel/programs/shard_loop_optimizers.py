@@ -111,7 +111,7 @@ def reference():
 
 def divide():
     parallel = {
-        "block": unisono.parallel.Shard(),
+        "block": unisono.parallel.Shard(unit_bytes=1),
         "built": unisono.parallel.Shard(),
         "size": unisono.parallel.Shard(by="size", unit_bytes=2000),
         "zero1": unisono.parallel.Shard(zero=1),

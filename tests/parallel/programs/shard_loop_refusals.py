@@ -336,7 +336,9 @@ CASES = {
     "caught": lambda: in_step(caught),
     "clip at zero": lambda: in_step(lambda model, sharded: sharded.clip_grad_norm_(0)),
     "nan": lambda: in_step(lambda model, sharded: sharded.backward(model(X).mean() * (torch.nan if IS_LAST else 1))),
-    "elsewhere": lambda: in_step(lambda model, sharded: sharded.backward(model(X).mean()), Elsewhere()),
+    "elsewhere": lambda: in_step(
+        lambda model, sharded: sharded.backward(model(X).mean()), Elsewhere(), parallel=Shard(unit_bytes=1)
+    ),
     "optimizer.step": lambda: outside(lambda model, sharded: sharded._optimizers[""].step()),
     "backward outside": lambda: outside(lambda model, sharded: sharded.backward(torch.zeros((), requires_grad=True))),
     "clip outside": lambda: outside(lambda model, sharded: sharded.clip_grad_norm_(1.0)),

@@ -153,7 +153,9 @@ CASES = {
 
 HOW = {
     "whole": lambda names: None,
-    "block": lambda names: unisono.parallel.Shard(),
+    "block": lambda names: unisono.parallel.Shard(unit_bytes=1),
+    "joined": lambda names: unisono.parallel.Shard(unit_bytes=2500),
+    "default": lambda names: unisono.parallel.Shard(),
     "named": lambda names: unisono.parallel.Shard(by=names),
     "size": lambda names: unisono.parallel.Shard(by="size"),
     "zero1": lambda names: unisono.parallel.Shard(zero=1),

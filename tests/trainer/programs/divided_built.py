@@ -21,7 +21,7 @@ from unisono.state.part_writing import PartWriter
 folder, how, *rest = sys.argv[1:]
 options = dict(each.partition("=")[::2] for each in rest)
 SHARDS = {
-    "block": {},
+    "block": {"unit_bytes": 1},
     "size": {"by": "size"},
     "replicas": {"replicas": 2},
     "zero1": {"zero": 1},

@@ -86,7 +86,8 @@ DATA = TensorDataset(X, (X.sum(1) > 0).long())
 def make(model=None, *, optimizer=None, by="block", **arguments):
     model = Net() if model is None else model
     optimizer = (optimizer or torch.optim.SGD)(model.parameters(), lr=0.1)
-    arguments = {"parallel": Shard(by=by) if by else None, **arguments}
+    shard = Shard(by=by, unit_bytes=1 if by == "block" else None) if by else None
+    arguments = {"parallel": shard, **arguments}
     return unisono.Trainer(model, optimizer, virtual_ranks=8, progress=False, **arguments)
 
 
@@ -143,7 +144,8 @@ CASES = {
     "no names": lambda: Shard(by=[]),
     "a name alone": lambda: make(by="layers.2"),
     "no name": lambda: make(by=[2]),
-    "a size alone": lambda: Shard(unit_bytes=64),
+    "a size of names": lambda: Shard(by=["layers.0"], unit_bytes=64),
+    "a size with zero=1": lambda: Shard(zero=1, unit_bytes=64),
     "no size": lambda: Shard(by="size", unit_bytes=0),
     "zero": lambda: Shard(zero=2),
     "zero=1 by size": lambda: Shard(zero=1, by="size"),

@@ -26,7 +26,9 @@ def parallel():
     if how.startswith(("stages:", "zero1:")):
         kind, _, names = how.partition(":")
         return unisono.parallel.Pipeline(stages=names.split(","), zero=1 if kind == "zero1" else None)
-    return unisono.parallel.Shard(by=how if how == "block" else how.split(",")) if how else None
+    if how == "block":
+        return unisono.parallel.Shard(unit_bytes=1)
+    return unisono.parallel.Shard(by=how.split(",")) if how else None
 
 
 def launcher():

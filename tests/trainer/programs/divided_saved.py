@@ -22,7 +22,7 @@ from unisono.state.part_writing import PartWriter
 folder, how, *rest = sys.argv[1:]
 options = dict(each.partition("=")[::2] for each in rest)
 SHARDS = {
-    "block": {},
+    "block": {"unit_bytes": 1},
     "size": {"by": "size", "unit_bytes": 100_000},
     "zero1": {"zero": 1},
     "replicas": {"replicas": 2},

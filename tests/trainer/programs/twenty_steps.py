@@ -81,7 +81,9 @@ CASES = {
 }
 LAYOUTS = {
     "whole": lambda layers: None,
-    "block": lambda layers: unisono.parallel.Shard(),
+    "block": lambda layers: unisono.parallel.Shard(unit_bytes=1),
+    "joined": lambda layers: unisono.parallel.Shard(unit_bytes=20_000),
+    "default": lambda layers: unisono.parallel.Shard(),
     "size": lambda layers: unisono.parallel.Shard(by="size", unit_bytes=3000),
     "zero1": lambda layers: unisono.parallel.Shard(zero=1),
     "replicas": lambda layers: unisono.parallel.Shard(replicas=2),
@@ -93,7 +95,16 @@ LAYOUTS = {
     "stages3": lambda layers: unisono.parallel.Pipeline(stages=[f"{layers}.1", f"{layers}.2"]),
 }
 
-DIVIDED = {"block": 1, "size": 1, "zero1": 1, "replicas": 1, "stages2_zero1": 2, "interleaved_zero1": 2}
+DIVIDED = {
+    "block": 1,
+    "joined": 1,
+    "default": 1,
+    "size": 1,
+    "zero1": 1,
+    "replicas": 1,
+    "stages2_zero1": 2,
+    "interleaved_zero1": 2,
+}
 """The number of ranks above which optimizers have no state of whole parameters."""
 
 

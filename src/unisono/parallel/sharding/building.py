@@ -110,7 +110,7 @@ def build(make_model: Callable[[], nn.Module], *, parallel: Shard) -> nn.Module:
     _check_memory(model)
     units = [
         ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid)
-        for name, own in units_of(parallel, model)[1].items()
+        for name, own in units_of(parallel, model).members.items()
     ]
     _compare(world, model, parking.memory)
     with torch.no_grad():

@@ -9,6 +9,7 @@ together there, since autograd may hold what they have saved again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -101,15 +102,17 @@ class DividedModel:
         built = built_parts(model)
         if built is None:
             check_memory(model)
-        blocks, members = units_of(shard, model)
+        blocks, unit_of, members = units_of(shard, model)
         grid = ShardGrid(rank=world.rank, ranks=world.size, replicas=world.size if shard.zero == 1 else shard.replicas)
         units = (
             [ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid) for name, own in members.items()]
             if built is None
             else built.units
         )
-        self._blocks = {name: block for name, block in (blocks or {}).items() if name in members}
-        self._numbers = {unit.name: number for number, unit in enumerate(units)}
+        self._blocks = blocks or {}
+        numbers = {unit.name: number for number, unit in enumerate(units)}
+        self._numbers = {name: numbers[unit] for name, unit in unit_of.items()}
+        """The number of the unit of each block."""
         self.division = Division(world, units, optimizers, grid, is_whole=built is None)
         self._uses = ParameterUses(self.division) if blocks is None else None
         """Brings units together by the operations that read them; None: calls of blocks do."""
@@ -118,8 +121,14 @@ class DividedModel:
         self._placeholders = {
             key: name for unit in units for key, name in zip(unit.placeholders(), unit.names, strict=True)
         }
-        self._calls = [0] * len(units)
-        """How often each unit was called in the forward pass of this micro-batch."""
+        self._calls: Counter[int] = Counter()
+        """How often blocks of each unit were called in the forward pass of this micro-batch."""
+        self._ended: Counter[int] = Counter()
+        """How many of these calls' backward passes are seen to have ended."""
+        self._called: set[str] = set()
+        """The blocks that were called in it."""
+        self._repeated: set[int] = set()
+        """The units of which a block was called twice: what it has saved may be read at any time."""
         self._active = [0] * len(units)
         """How many calls of each unit are under way."""
         self._left: int | None = None
@@ -174,7 +183,8 @@ class DividedModel:
         finally:
             self._is_computing = self._is_backward = False
             self._left = None
-            self._calls, self._active = [0] * len(self._calls), [0] * len(self._active)
+            self._forget_calls()
+            self._active = [0] * len(self._active)
             if not division.has_weights:
                 for unit in division.units:
                     if unit.is_together:
@@ -205,7 +215,13 @@ class DividedModel:
                 for number, unit in enumerate(self.division.units):
                     if unit.is_together and unit.name != REST and number != self._left:
                         unit.divide()
-                self._calls = [0] * len(self._calls)
+                self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        self._calls.clear()
+        self._ended.clear()
+        self._called.clear()
+        self._repeated.clear()
 
     def _call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a block."""
@@ -213,6 +229,9 @@ class DividedModel:
         inputs = [] if self._is_backward else _inner_tensors((args, kwargs))
         if not self._is_backward:
             self._calls[number] += 1
+            if name in self._called:
+                self._repeated.add(number)
+            self._called.add(name)
         self._bring(number)
         self._active[number] += 1
         try:
@@ -246,9 +265,11 @@ class DividedModel:
         self._bring(number)
 
     def _end_backward(self, number: int, waiting: set[int], own: int, _: Tensor) -> None:
-        waiting.discard(own)
-        # What is called twice may have saved tensors that are still to be read.
-        if waiting or self._calls[number] != 1 or not self._is_backward or self._active[number]:
+        if own in waiting:
+            waiting.discard(own)
+            self._ended[number] += not waiting
+        is_over = not waiting and self._ended[number] == self._calls[number] and number not in self._repeated
+        if not is_over or not self._is_backward or self._active[number]:
             return
         if not self.division.has_weights and self.division.units[number].is_together:
             self.division.units[number].divide()

@@ -30,8 +30,9 @@ class Shard:
             blocks and no others. What belongs to no block, or to several, is together during the whole step. "size":
             parameters that follow each other, in units of about equal bytes, while operations of torch read one of
             them, whatever the modules are.
-        unit_bytes: The size of a unit with by="size", in bytes; a larger parameter is a unit of its own. None: a
-            sixteenth of the model.
+        unit_bytes: The size of a unit, in bytes. With by="block", blocks that follow each other come together at once
+            while they have no more than that; None: 1 MiB. With by="size", a larger parameter is a unit of its own;
+            None: a sixteenth of the model.
         zero: 3 divides weights, gradients and the optimizer's state. 1 divides the optimizer's state alone: weights
             are whole on each rank at any time, and gradients until they are summed. (The numbers are those of
             Rajbhandari et al., "ZeRO", 2020.)
@@ -53,8 +54,11 @@ class Shard:
         self._check_by()
         if self.unit_bytes is not None:
             whole("unit_bytes", self.unit_bytes, least=1, meant="a number of bytes, such as 64 * 2**20")
-            if self.by != "size":
-                raise ValueError(f'unit_bytes={self.unit_bytes} is the size of units with by="size" alone')
+            if not isinstance(self.by, str):
+                raise ValueError(
+                    f'unit_bytes={self.unit_bytes} is the size of units that by="block" or "size" finds, and these are '
+                    "named: leave it out"
+                )
         whole("replicas", self.replicas, least=1, meant="a whole number, such as 2")
         if whole("zero", self.zero) not in (1, 3):
             raise ValueError(
@@ -63,6 +67,10 @@ class Shard:
             )
         if self.zero == 1 and self.by != "block":
             raise ValueError(f"zero=1 keeps all weights on each rank, so by={self.by!r} has no meaning: leave it out")
+        if self.zero == 1 and self.unit_bytes is not None:
+            raise ValueError(
+                f"zero=1 keeps all weights on each rank, so unit_bytes={self.unit_bytes} has no meaning: leave it out"
+            )
         if self.zero == 1 and self.replicas > 1:
             raise ValueError(
                 f"zero=1 keeps all weights on each rank already, so there are as many replicas as ranks: leave out "

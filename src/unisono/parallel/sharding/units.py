@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,10 +13,12 @@ from unisono.parallel.sharding.shard import Shard
 
 __all__ = [
     "REST",
+    "Units",
     "blocks_of",
     "check_replicas",
     "choose_blocks",
     "find_named",
+    "join_small",
     "members_of",
     "members_of_size",
     "units_of",
@@ -29,6 +32,8 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose parameters models often use elsewhere without a call, as the weights of their heads."""
 _LEAST = 0.01
 """The least part of all parameters for which a block that was not named comes and goes."""
+_JOINED_NBYTES = 2**20
+"""The size up to which blocks share a unit, if it is not given: below, an exchange takes as long for fewer bytes."""
 _UNITS = 16
 """The number of units of about equal size, if it is not given."""
 
@@ -122,6 +127,29 @@ def members_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, d
     return {name: own for name, own in found.items() if own}
 
 
+def join_small(members: Mapping[str, Mapping[str, Tensor]], unit_bytes: int | None) -> dict[str, str]:
+    """Return the unit of each block: blocks that follow each other share one, which is named after the first.
+
+    Args:
+        members: The parameters of each block; those under `REST` stay alone.
+        unit_bytes: The size up to which they share it; None: 1 MiB. A larger block is a unit of its own.
+
+    >>> import torch
+    >>> layers = {str(i): {f"{i}.weight": torch.zeros(64)} for i in range(4)}
+    >>> join_small(layers, 600)
+    {'0': '0', '1': '0', '2': '2', '3': '2'}
+    """
+    limit, units = unit_bytes or _JOINED_NBYTES, dict[str, str]()
+    first, filled = REST, 0
+    for name, own in members.items():
+        nbytes = sum(p.numel() * p.element_size() for p in own.values())
+        if REST in (first, name) or filled + nbytes > limit:
+            first, filled = name, 0
+        units[name] = first
+        filled += nbytes
+    return units
+
+
 def members_of_size(model: nn.Module, unit_bytes: int | None) -> dict[str, dict[str, Tensor]]:
     """Return the parameters of each unit of about equal size, by the name of the unit's first parameter.
 
@@ -170,14 +198,32 @@ def _is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
-def units_of(shard: Shard, model: nn.Module) -> tuple[dict[str, nn.Module] | None, dict[str, dict[str, Tensor]]]:
-    """Return the blocks of a model, and the parameters of each unit by the unit's name.
+class Units(NamedTuple):
+    """What of a model comes together when."""
+
+    blocks: dict[str, nn.Module] | None
+    """The blocks with parameters of their own; None where weights come together by operations, or are whole."""
+    unit_of: dict[str, str]
+    """The unit of each block."""
+    members: dict[str, dict[str, Tensor]]
+    """The parameters of each unit by its name."""
+
+
+def units_of(shard: Shard, model: nn.Module) -> Units:
+    """Return the units of a model.
 
     Raises:
         ValueError: See `blocks_of`.
     """
     blocks = blocks_of(shard, model)
-    return blocks, members_of_size(model, shard.unit_bytes) if blocks is None else members_of(model, blocks)
+    if blocks is None:
+        return Units(None, {}, members_of_size(model, shard.unit_bytes))
+    of_blocks = members_of(model, blocks)
+    unit_of = {name: name for name in of_blocks} if shard.names else join_small(of_blocks, shard.unit_bytes)
+    members: dict[str, dict[str, Tensor]] = {}
+    for name, own in of_blocks.items():
+        members.setdefault(unit_of[name], {}).update(own)
+    return Units({name: block for name, block in blocks.items() if name in of_blocks}, unit_of, members)
 
 
 def check_replicas(shard: Shard, ranks: int) -> None:
