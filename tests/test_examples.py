@@ -70,6 +70,18 @@ def test_recipes_learn_and_have_one_digest(fork_python, fork_ranks, name):
     assert fork_ranks(3, EXAMPLES / f"{name}.py", *options).lines()[-2:] == alone[-2:]
 
 
+def test_matrices_divided_by_a_plan_of_torch_have_the_loss_of_one_process(fork_ranks):
+    program, pattern = EXAMPLES / "tensor_parallel.py", r"loss of the last batch: (\d\.\d{4})"
+    losses = []
+    for ranks, over in ((1, 1), (4, 2)):
+        (line,) = fork_ranks(ranks, program, "--tensor", over, "--steps", 12).lines()
+        assert has_learned(line, pattern, (0.2, 2.0)), line  # 3.9 is what knowing nothing of 50 words costs
+        losses.append(float(line.split()[-1]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # up to rounding
+    refused = fork_ranks(3, program, "--tensor", 2, code=1)
+    assert "--tensor 2 must divide 3 ranks and 4 heads" in refused.err
+
+
 def test_a_loop_of_ones_own_learns_and_writes_its_run_down(fork_ranks, tmp_path):
     options = ["--epochs", 6, "--batch-size", 96]
     results = []

@@ -112,6 +112,8 @@ MESSAGES = {
     "lazy": "ValueError: parameter 'weight' has no shape yet: run a forward pass before unisono.parallel.shard",
     "replicated": "ValueError: parameter 'layers.0.weight' has a gradient hook of replicate(), a Trainer or another",
     "again": "ValueError: parameter 'layers.0.weight' has a gradient hook of replicate(), a Trainer or another",
+    "parallelized": "ValueError: parameter 'layers.0.weight' is a DTensor, divided among ranks already: give unisono.",
+    "parallelized and replicated": "TypeError: model.layers.0.weight is a DTensor, of which each rank has a part, and",
     "other settings": "has the part of it that this needs, and unisono.parallel.shard was given parallel=Shard(",
     "written": "ValueError: parameter 'head.weight' was added or changed after unisono.parallel.build",
     "a call of the handle": "TypeError: shard() returns a handle and leaves the model as it is: keep both",
@@ -167,7 +169,7 @@ OF_SEVERAL_RANKS = {
     "too many replicas", "replicated", "other settings", "written", "elsewhere", "a call", "state_dict",
     "load_state_dict", "optimizer.state_dict", "a call after clipping", "of rank", "wrong here", "other state",
     "zero_", "data.fill_", "written on one rank", "other rate", "other calls", "clips alone", "fails late",
-    "other scale", "another scaler",
+    "other scale", "another scaler", "parallelized", "parallelized and replicated",
 }  # fmt: skip
 
 

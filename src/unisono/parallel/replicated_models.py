@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from unisono.parallel.gradient_bucket import Parameter
 from unisono.parallel.placed.forward import placed_devices
-from unisono.parallel.wrappers import wrapper_of
+from unisono.parallel.wrappers import is_distributed, wrapper_of
 from unisono.text import a_type
 
 __all__ = ["Models", "named_models", "parameters_of", "tensors_of_model"]
@@ -47,6 +47,13 @@ def named_models(models: Models) -> dict[str, nn.Module]:
                     f"{path} is wrapped in {wrapper[0]}, which looks after gradients or parameters too: give replicate "
                     f"{wrapper[1]}"
                 )
+        divided = next((path for path, p in model.named_parameters(prefix=name) if is_distributed(p)), None)
+        if divided is not None:
+            raise TypeError(
+                f"{divided} is a DTensor, of which each rank has a part, and replicate averages gradients of equal "
+                "models: average them over the ranks that have the same parts, as examples/tensor_parallel.py does, or "
+                "give replicate the model as it was before it was divided"
+            )
         placed = placed_devices(model)
         if placed is not None and len(placed) > 1:
             raise ValueError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["wrapper_of"]
+__all__ = ["is_distributed", "wrapper_of"]
 
 _WRAPPERS = {
     ("torch", "DistributedDataParallel"): "the module in it, {name}.module",
@@ -14,6 +14,11 @@ _WRAPPERS = {
     ("lightning_fabric", "_FabricModule"): "the module in it, {name}.module",
     ("lightning", "_FabricModule"): "the module in it, {name}.module",
 }
+
+
+def is_distributed(parameter: Tensor) -> bool:
+    """Return True for a DTensor, of which each rank has a part, as `parallelize_module` and `fully_shard` make them."""
+    return any(base.__name__ == "DTensor" for base in type(parameter).__mro__)
 
 
 def wrapper_of(module: nn.Module, name: str) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from unisono.parallel import Replicas
 from unisono.parallel.placed.forward import placed_devices
 from unisono.parallel.reducer import Reducer
 from unisono.parallel.remote_module import refuse_remote
-from unisono.parallel.wrappers import wrapper_of
+from unisono.parallel.wrappers import is_distributed, wrapper_of
 from unisono.text import a_type
 
 __all__ = ["check_models", "check_placed", "unwrapped_optimizer"]
@@ -64,7 +64,7 @@ def check_models(model: Any) -> None:
                 raise ValueError(
                     f"parameter {name!r} is on the meta device and has no values: load them before Trainer"
                 )
-            if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
+            if is_distributed(parameter):
                 raise ValueError(
                     f"parameter {name!r} is a DTensor, divided among ranks: give Trainer the model as it was before it "
                     "was sharded or parallelized."

@@ -5,6 +5,8 @@ from contextlib import suppress
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import unisono
 import unisono.comm
@@ -174,6 +176,15 @@ def replicated():
         handle.close()
 
 
+def parallelized():
+    """A model whose matrices torch has divided; one process has no mesh."""
+    model = Net()
+    if unisono.world_size() > 1:
+        mesh = init_device_mesh("cpu", (unisono.world_size(),))
+        parallelize_module(model, mesh, {"layers.0": ColwiseParallel()})
+    return model
+
+
 def again():
     model, _ = make()
     make(model)
@@ -322,6 +333,8 @@ CASES = {
     "lazy": lambda: make(nn.LazyLinear(2)),
     "replicated": replicated,
     "again": again,
+    "parallelized": lambda: make(parallelized()),
+    "parallelized and replicated": lambda: replicate(parallelized()).close(),
     "other settings": other_settings,
     "written": written,
     "a call of the handle": lambda: make()[1](X),

@@ -21,7 +21,7 @@ from unisono.parallel.remote_module import refuse_remote
 from unisono.parallel.sharding.built_parts import built_parts
 from unisono.parallel.sharding.division_checks import check_divisible, refuse_compiled
 from unisono.parallel.sharding.shard import Shard
-from unisono.parallel.wrappers import wrapper_of
+from unisono.parallel.wrappers import is_distributed, wrapper_of
 from unisono.state.digest import digest
 from unisono.text import a_type
 
@@ -122,6 +122,11 @@ def check_loop(model: Any, optimizer: Any, parallel: Any, scaler: Any, *, ranks:
     for name, p in model.named_parameters():
         if nn.parameter.is_lazy(p):
             raise ValueError(f"parameter {name!r} has no shape yet: run a forward pass before {_CALLER}")
+        if is_distributed(p):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, divided among ranks already: give {_CALLER} the model as it was "
+                "before it was sharded or parallelized"
+            )
         if p.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device: give it values before {_CALLER}, or make the model by "
