@@ -59,7 +59,7 @@ MISTAKES = [
     (["run", "--role"], "'--role' requires an argument"),
     (["run", "--nnodes", "2", "x.py"], "--nnodes 2 needs to know where hosts meet"),
     (["run", "--nnodes", "4:2", "x.py"], "--nnodes '4:2' is an empty range: write MIN:MAX"),
-    (["run", "--nnodes", "2", "--rdzv-endpoint", "no.such.host.invalid:1", "-m", "json"], "cannot be resolved"),
+    (["run", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.256:1", "-m", "json"], "cannot be resolved"),
     (["run", "--nnodes", "2", "--standalone", "--rdzv-endpoint", "a:1", "x.py"], "--standalone is for one machine"),
     (
         ["run", "--nnodes", "2", "--rdzv-endpoint", "a:1", "--max-restarts", "1", "x.py"],

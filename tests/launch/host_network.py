@@ -59,6 +59,12 @@ class HostNetwork:
         set_name = f'hostname {name or f"host{host}"} && exec "$@"'
         return ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c", set_name, "-", *command]
 
+    def name(self, name: str, host: int) -> None:
+        """Give a host one more name, which all processes know from now on."""
+        for each in self._names:
+            with (_FILES / each / "hosts").open("a") as file:
+                file.write(f"{self.address(host)} {name}\n")
+
     def set_link(self, host: int, state: str) -> None:
         """Plug the cable of a host in ("up") or out ("down")."""
         _ip("-n", self._stem, "link", "set", f"p{host}", state)

@@ -234,6 +234,21 @@ def test_an_endpoint_that_cannot_be_reached_is_named(hosts):
     assert "no rendezvous at host2 (10.97.0.3), port 29500, within 1 s: Connection refused; start" in job.stderr
 
 
+def test_a_name_that_is_known_only_later_is_waited_for_and_one_that_never_is_not_for_ever(hosts):
+    def start(host: int, *flags: str) -> subprocess.Popen[bytes]:
+        return hosts.start_rank(host, "-m", "this", ranks=1, flags=("--rdzv-endpoint", "late-host:29500", *flags))
+
+    never = finish(start(1, "--rdzv-conf", "join_timeout=0.1"))
+    assert never.returncode == 2
+    assert "--rdzv-endpoint late-host:29500: the name late-host could not be resolved for 0.1 s" in never.stderr
+    late = start(1)
+    assert late.stderr is not None
+    assert b"unisono: the name late-host is not known yet (" in late.stderr.readline()
+    hosts.network.name("late-host", 0)
+    done = [finish(start(0)), finish(late)]
+    assert [job.returncode for job in done] == [0, 0], done[0].stderr + done[1].stderr
+
+
 def test_hosts_with_a_token_meet_and_refuse_others(hosts):
     assert finish(hosts.start(0, "token", "token")).returncode == 0
     assert (hosts.folder / "token").stat().st_mode & 0o077 == 0

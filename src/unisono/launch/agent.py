@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import select
 import selectors
 import signal
 import time
@@ -42,8 +43,9 @@ from unisono.memory import read_counters
 from unisono.text import name_ranks
 
 if TYPE_CHECKING:
+    from unisono.launch.hosts.addresses import HostAddresses
     from unisono.launch.hosts.host_watch import HostWatch
-    from unisono.launch.hosts.settings import HostPlace
+    from unisono.launch.hosts.settings import HostPlace, HostSettings
 
 __all__ = ["run_job"]
 
@@ -118,6 +120,7 @@ class _Agent:
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
         self._hosts: HostWatch | None = None
+        self._addresses: HostAddresses | None = None
 
     def run(self) -> int:
         """Run the job and return its exit code."""
@@ -129,6 +132,9 @@ class _Agent:
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
             if self._job.metrics is not None:
                 self._serve_metrics(*self._job.metrics, stack)
+            if self._job.hosts is not None and (signum := self._find_hosts(self._job.hosts, signals)):
+                self._relay.say(f"{describe_signal(signum)} while the endpoint of --rdzv-endpoint was looked up")
+                return 128 + signum
             self._start_server(stack)
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._server.channel, selectors.EVENT_READ, self._on_message)
@@ -158,15 +164,28 @@ class _Agent:
         if port == 0:
             self._relay.say(f"metrics are at {server.address}")
 
+    def _find_hosts(self, settings: HostSettings, signals: int) -> int:
+        """Find the endpoint where hosts meet; return 0, or a signal that has come meanwhile."""
+        # Not at the top: not needed on one machine.
+        from unisono.launch.hosts.name_wait import await_addresses  # noqa: PLC0415
+
+        self._addresses = await_addresses(
+            settings,
+            say=self._relay.say,
+            notice=self._relay.notice,
+            pause=lambda seconds: not select.select([signals], [], [], seconds)[0],
+        )
+        self._relay.notice("")
+        return 0 if self._addresses is not None else os.read(signals, 1)[0]
+
     def _start_server(self, stack: ExitStack) -> None:
         """Start the fork server and, in a job on several hosts, what meets the others."""
         hosts = None
-        if self._job.hosts is not None:
-            # Not at the top: not needed on one machine.
-            from unisono.launch.hosts.host_watch import HostWatch  # noqa: PLC0415
+        if self._job.hosts is not None and self._addresses is not None:
+            from unisono.launch.hosts.host_watch import HostWatch  # noqa: PLC0415  not needed on one machine
             from unisono.launch.hosts.job_hosts import JobHosts  # noqa: PLC0415
 
-            hosts = JobHosts(self._job.hosts, ranks=self._job.ranks, role=self._job.role)
+            hosts = JobHosts(self._job.hosts, self._addresses, ranks=self._job.ranks, role=self._job.role)
             stack.callback(hosts.close)
         self._server = ForkServerHandle(self._job, self._environment, hosts=hosts)
         stack.callback(self._server.close)  # after an error, too

@@ -19,10 +19,11 @@ from unisono.errors import LaunchError
 from unisono.launch.host_check.facts import HostFacts, own_facts
 from unisono.launch.host_check.findings import pair_rounds
 from unisono.launch.host_check.links import Link, LinkServer, measure_link
-from unisono.launch.hosts.addresses import HostAddresses, find_addresses
+from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.comparison import find_difference
 from unisono.launch.hosts.endpoint import HostRefusedError
 from unisono.launch.hosts.meeting import Meeting, meet
+from unisono.launch.hosts.name_wait import await_addresses
 from unisono.launch.hosts.settings import HostSettings
 from unisono.machine import host_id
 
@@ -33,6 +34,11 @@ _SILENCE_S = 25.0
 """How long nothing may happen; a host takes 13 s at most for a measurement."""
 _LINGER_S = 5.0
 _PREFIX = "unisono/check"
+
+
+def _pause(seconds: float) -> bool:
+    time.sleep(seconds)
+    return True
 
 
 class HostCheck:
@@ -63,7 +69,8 @@ class HostCheck:
         Raises:
             LaunchError: Hosts do not meet, or one of them does not answer any more.
         """
-        addresses = find_addresses(self._settings)
+        addresses = await_addresses(self._settings, say=self._warn, notice=self._notice, pause=_pause)
+        assert addresses is not None
         # A store whose host is gone may not answer at all, so another thread asks it.
         thread = threading.Thread(target=self._check, args=(addresses,), daemon=True)
         thread.start()

@@ -17,9 +17,17 @@ from unisono.errors import LaunchError
 from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.preflight import is_this_machine
 
-__all__ = ["HostAddresses", "find_addresses"]
+__all__ = ["HostAddresses", "NameUnknownError", "find_addresses"]
 
 _SIOCGIFADDR = 0x8915
+
+
+class NameUnknownError(LaunchError):
+    """The name of the endpoint cannot be resolved, but perhaps later. `reason` is the resolver's."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +50,10 @@ def find_addresses(settings: HostSettings) -> HostAddresses:
     """Find the addresses of this host. Looks up names; sends nothing.
 
     Raises:
-        LaunchError: The endpoint's name is unknown, there is no route to it, or `local_addr` is not of this host.
+        NameUnknownError: The endpoint's name cannot be resolved.
+        LaunchError: It is no name, there is no route to it, or `local_addr` is not of this host.
     """
-    endpoint = _resolve(settings.endpoint_host, "--rdzv-endpoint")
+    endpoint = _resolve(settings.endpoint_host, "--rdzv-endpoint", may_wait=True)
     is_endpoint = _is_endpoint(settings)
     if settings.local_addr is not None:
         local = _resolve(settings.local_addr, "--local-addr")
@@ -73,15 +82,17 @@ def _is_endpoint(settings: HostSettings) -> bool:
     return is_this_machine(settings.endpoint_host)
 
 
-def _resolve(name: str, flag: str) -> str:
+def _resolve(name: str, flag: str, *, may_wait: bool = False) -> str:
     bare = name.removeprefix("[").removesuffix("]")
     try:
         found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise LaunchError(
-            f"{flag} {name}: the name cannot be resolved ({reason}); give an address, or a name that all hosts know"
-        ) from error
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        told = f"{flag} {name}: the name cannot be resolved ({reason}); give an address, or a name that all hosts know"
+        # What is neither a name nor an address now will be none later.
+        if may_wait and isinstance(error, OSError) and any(c.isalpha() for c in bare) and ":" not in bare:
+            raise NameUnknownError(told, str(reason)) from error
+        raise LaunchError(told) from error
     # IPv4 first: torch's store listens on it in every configuration.
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])

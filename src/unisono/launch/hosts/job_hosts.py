@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from unisono.launch.channel import Channel, Message
-from unisono.launch.hosts.addresses import find_addresses
+from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.settings import HostPlace, HostSettings
 
 __all__ = ["HostReport", "JobHosts"]
@@ -46,16 +46,13 @@ class JobHosts:
 
     Args:
         settings: Where all meet.
+        addresses: The addresses of this host.
         ranks: The number of ranks of this host.
         role: ROLE_NAME of its ranks.
-
-    Raises:
-        LaunchError: The addresses cannot be found.
     """
 
-    def __init__(self, settings: HostSettings, *, ranks: int, role: str) -> None:
-        self.settings = settings
-        self._addresses = find_addresses(settings)
+    def __init__(self, settings: HostSettings, addresses: HostAddresses, *, ranks: int, role: str) -> None:
+        self.settings, self._addresses = settings, addresses
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
         self._ranks, self._role = ranks, role
