@@ -86,7 +86,9 @@ def test_twenty_kills_at_random_moments(run_ranks, launch_host, mode, ranks_die,
     calm = run_ranks(2, PROGRAM, mode, steps, "-", flags=["--servers", "2"])
     launcher, rng = Launcher(Path.cwd(), launch_host), random.Random(seed)
     killed: list[int] = []
-    with launcher.start("run", "-n", "2", "--servers", "2", str(PROGRAM), mode, str(steps), "-") as process:
+    # The pause lets the run last longer than the kills take, however fast the machine is.
+    arguments = [str(PROGRAM), mode, str(steps), "-", "-", "0.04"]
+    with launcher.start("run", "-n", "2", "--servers", "2", *arguments) as process:
         while process.poll() is None and len(killed) < 20:
             wants_rank = ranks_die and len(killed) % 5 == 4
             answer = ask(process.pid, {"ask": "ranks" if wants_rank else "job"}) or {}
@@ -97,7 +99,7 @@ def test_twenty_kills_at_random_moments(run_ranks, launch_host, mode, ranks_die,
                 killed.append(rng.choice(pids))
                 with suppress(ProcessLookupError):
                     os.kill(killed[-1], signal.SIGKILL)
-            time.sleep(rng.uniform(0.05, 0.6))
+            time.sleep(rng.uniform(0.05, 0.4))
         out, err = (text.decode() for text in process.communicate(timeout=300))
     assert process.returncode == 0 and len(killed) == 20, err
     if mode == "sync":

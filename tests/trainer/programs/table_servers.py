@@ -1,12 +1,13 @@
-"""Train tables on servers, and end some of these: `table_servers.py CONSISTENCY STEPS KILLS [RANKS]`.
+"""Train tables on servers, and end some of these: `table_servers.py CONSISTENCY STEPS KILLS [RANKS PAUSE]`.
 
 Prints a digest and what the servers have done. KILLS are steps after which all servers are killed, and RANKS the steps
-in which a rank kills itself, as numbers with commas, or "-".
+in which a rank kills itself, as numbers with commas, or "-". PAUSE is how many seconds each step takes longer.
 """
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from unisono.embedding import SGD, Adam, RowwiseAdagrad, Table, Tables, dense_pa
 
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 KILLS, DEATHS = ([int(step) for step in text.split(",") if step != "-"] for text in [*sys.argv[3:], "-"][:2])
+PAUSE_S = float(sys.argv[5]) if len(sys.argv) > 5 else 0.0
 
 
 class Net(nn.Module):
@@ -47,6 +49,7 @@ def loss(model, batch):
         if not Path("died").exists():
             Path("died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(PAUSE_S / 2)  # a rank has two virtual ranks
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
