@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +24,15 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from unisono.launch.failure.root_cause import RankFailure
-from unisono.launch.hosts.host_replacing import decode_death, encode_death
 from unisono.launch.hosts.rank_places import place_ranks
+from unisono.launch.hosts.rank_states import (
+    changed_places,
+    decode_death,
+    decode_members,
+    encode_death,
+    encode_members,
+    new_places,
+)
 from unisono.launch.hosts.term import Term
 from unisono.launch.replacement_policy import Death, DeathCounts, Member, Replace, decide_replacement
 
@@ -48,6 +54,7 @@ class _Host:
     def __init__(self, number: int, hosts: int, port: int) -> None:
         self.number, self.hosts = number, hosts
         self.own = range(number * _RANKS, (number + 1) * _RANKS)
+        self.placement = {host: [*range(host * _RANKS, (host + 1) * _RANKS)] for host in range(hosts)}
         self.dead: int | None = None
         self.heard = threading.Event()
         self.answers: dict[int, dict[str, Any]] = {}
@@ -76,6 +83,7 @@ class _Host:
                 self._decide()
         elif do == "decide":
             self.dead = None
+            self.placement = new_places(self.placement, entry["places"])
             self.heard.set()
 
     def die(self, rank: int) -> None:
@@ -88,23 +96,22 @@ class _Host:
         if self.dead is not None:
             failure = RankFailure(rank=self.dead, code=-9, time_ns=time.monotonic_ns(), reported=False)
             deaths = [encode_death(Death(failure=failure, step=_STEP))]
-        members = [asdict(Member(rank=rank)) for rank in self.own if rank != self.dead]
+        members = encode_members(Member(rank=rank) for rank in self.own if rank != self.dead)
         self.term.say_to_leader(
             {"do": "ranks", "round": 1, "number": 0, "members": members, "deaths": deaths, "step": _STEP}
         )
 
     def _decide(self) -> None:
         deaths = [decode_death(death) for answer in self.answers.values() for death in answer["deaths"]]
-        members = [Member(**member) for answer in self.answers.values() for member in answer["members"]]
+        members = [member for answer in self.answers.values() for member in decode_members(answer["members"])]
         counts = DeathCounts()
         for death in deaths:
             counts.add(death, again=False)
         choice = decide_replacement(deaths, members, counts)
         assert isinstance(choice, Replace) and len(members) == _RANKS * self.hosts - 1
-        before = {host: [*range(host * _RANKS, (host + 1) * _RANKS)] for host in range(self.hosts)}
-        placement = place_ranks(before, hosts=range(self.hosts))
-        told = {str(host): ranks for host, ranks in placement.items()}
-        self.term.say({"do": "decide", "number": 1, "refill": choice.ranks, "placement": told, "step": _STEP})
+        placement = place_ranks(self.placement, hosts=range(self.hosts))
+        places = changed_places(self.placement, placement)
+        self.term.say({"do": "decide", "number": 1, "refill": choice.ranks, "places": places, "step": _STEP})
 
 
 def _unisono(hosts: int, port: int) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from unisono.launch.generation import Generation
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.hosts.rank_places import ranks_for_newcomer
 from unisono.launch.output.relay import Relay
+from unisono.launch.replacement_policy import Member
 from unisono.recovery_link import SAME_SIZE
 from unisono.text import name_ranks
 from unisono.watch.figures import plural
@@ -125,18 +126,18 @@ class HostJoining:
         elif hosts.leads and self.newcomer is not None:
             self._on_answer(host, entry)
 
-    def plan(self, answers: Mapping[int, Mapping[str, Any]]) -> None:
+    def plan(self, answers: Mapping[int, Mapping[str, Any]], members: Collection[Member]) -> None:
         """Decide which ranks the newcomer gets, and invite it. On the leader."""
         if self._state != "new" or self.newcomer is None:
             return
-        hosts, members = self._hosts, [member for answer in answers.values() for member in answer["members"]]
-        if not all(member["armed"] for member in members):
-            self._retry_s = time.monotonic() + _RETRY_S
-            return
-        if obstacle := _obstacle(answers.values(), members):
+        hosts = self._hosts
+        size = sum(map(len, hosts.placement.values()))
+        if obstacle := _obstacle(members):
             self.turn_away(obstacle)
             return
-        size = sum(map(len, hosts.placement.values()))
+        if len(members) < size or not all(member.armed for member in members):
+            self._retry_s = time.monotonic() + _RETRY_S
+            return
         fixed = next((answer["fixed_size"] for answer in answers.values() if answer["fixed_size"]), "")
         most = min(answer["virtual_ranks"] for answer in answers.values())
         self.ranks = ranks_for_newcomer(
@@ -163,14 +164,14 @@ class HostJoining:
             }
         )
 
-    def may_join(self, answers: Mapping[int, Mapping[str, Any]]) -> bool:
+    def may_join(self, answers: Mapping[int, Mapping[str, Any]], members: Collection[Member]) -> bool:
         """Return True if the newcomer's ranks can be among the ranks now: all of the others wait. On the leader."""
         if self._state != "pausing" or not all(answer["waits"] for answer in answers.values()):
             return False
-        if obstacle := _obstacle(answers.values(), [m for answer in answers.values() for m in answer["members"]]):
+        if obstacle := _obstacle(members):
             self.turn_away(obstacle)
             return False
-        return True
+        return len(members) == sum(map(len, self._hosts.placement.values()))
 
     def turn_away(self, reason: str) -> None:
         """Refuse the newcomer, for a reason that completes "it cannot join: …". On the leader."""
@@ -212,10 +213,8 @@ class HostJoining:
         return note is not None and note.phase == "resize"
 
 
-def _obstacle(answers: Collection[Mapping[str, Any]], members: Collection[Mapping[str, Any]]) -> str:
-    """Return why no host can join a job whose agents give these answers; "" if one can."""
-    if refusal := next((member["refusal"] for member in members if member["refusal"]), ""):
+def _obstacle(members: Collection[Member]) -> str:
+    """Return why no host can join a run of these ranks; "" if one can."""
+    if refusal := next((member.refusal for member in members if member.refusal), ""):
         return f"no rank can be moved or added alone: {refusal}"
-    if any(member["finished"] for member in members) or not all(answer["members"] for answer in answers):
-        return "the run is about to end"
-    return ""
+    return "the run is about to end" if any(member.finished for member in members) else ""

@@ -10,20 +10,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from unisono.launch.failure.root_cause import RankFailure
 from unisono.launch.hosts.host_joining import HostJoining
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.hosts.rank_places import place_ranks
-from unisono.launch.recovery_page import Note
-from unisono.launch.replacement_policy import Death, GiveUp, Member, decide_replacement
+from unisono.launch.hosts.rank_states import (
+    changed_places,
+    decode_death,
+    decode_members,
+    encode_death,
+    encode_members,
+    new_places,
+)
+from unisono.launch.replacement_policy import Death, GiveUp, decide_replacement
 from unisono.launch.replacing import Replacing, describe_deaths
 from unisono.recovery_link import Membership
 from unisono.text import name_ranks
 
-__all__ = ["HostReplacing", "decode_death", "encode_death"]
+__all__ = ["HostReplacing"]
 
 _KILLED = -9
 _CALM_S = 30.0
@@ -164,7 +171,7 @@ class HostReplacing(Replacing):
                 "do": "ranks",
                 "round": number,
                 "number": self.number,
-                "members": [asdict(member) for member in self._members()],
+                "members": encode_members(self._members()),
                 "deaths": [encode_death(self._deaths[rank]) for rank in sorted(gone)],
                 "step": max((note.step for page in pages if (note := page.note) is not None), default=0),
                 "waits": all(self._waits(rank) for rank in self._generation.ranks),
@@ -187,11 +194,11 @@ class HostReplacing(Replacing):
         deaths = [decode_death(death) for host in hosts.hosts for death in answers[host]["deaths"]]
         died, lost = list(deaths), self._lost_hosts()
         deaths += [_death_with_host(rank, step) for host in lost for rank in hosts.placement[host]]
-        members = [Member(**member) for host in hosts.hosts for member in answers[host]["members"]]
+        members = [member for host in hosts.hosts for member in decode_members(answers[host]["members"])]
         newcomer, ranks = None, []
         if not deaths and not self._must_decide:
-            self._joining.plan(answers)
-            if not self._joining.may_join(answers):
+            self._joining.plan(answers, members)
+            if not self._joining.may_join(answers, members):
                 self._began_s = None
                 return
             newcomer, ranks = self._joining.newcomer, self._joining.ranks
@@ -220,7 +227,7 @@ class HostReplacing(Replacing):
                 "new": sorted({*refill, *ranks, *(member.rank for member in members if not member.has_state)}),
                 "refill": sorted(refill),
                 "newcomer": newcomer,
-                "placement": {str(host): own for host, own in placement.items()},
+                "places": changed_places(hosts.placement, placement),
                 "step": step,
             }
         )
@@ -237,7 +244,7 @@ class HostReplacing(Replacing):
         assert hosts.place is not None
         before = set(generation.ranks)
         self.number = entry["number"]
-        hosts.placement = {int(host): list(ranks) for host, ranks in entry["placement"].items()}
+        hosts.placement = new_places(hosts.placement, entry["places"])
         own, newcomer = hosts.placement[self._own_host], entry["newcomer"]
         came = [] if newcomer is None else hosts.placement[newcomer]
         hosts.homes |= {rank: newcomer for rank in came if rank not in hosts.homes}
@@ -341,27 +348,3 @@ class HostReplacing(Replacing):
 def _death_with_host(rank: int, step: int) -> Death:
     failure = RankFailure(rank=rank, code=_KILLED, time_ns=time.monotonic_ns(), reported=False)
     return Death(failure=failure, step=step)
-
-
-def encode_death(death: Death) -> dict[str, Any]:
-    """Return a death as JSON, with what decisions and messages need."""
-    failure = death.failure
-    account = None
-    if failure.account is not None:
-        account = {"type": failure.account.get("type", ""), "frames": failure.account.get("frames", [])[-1:]}
-    return {
-        "failure": {"rank": failure.rank, "code": failure.code, "reported": failure.reported, "account": account},
-        "step": death.step,
-        "note": None if death.note is None else list(death.note),
-        "samples": death.samples,
-        "armed": death.armed,
-        "had_state": death.had_state,
-        "refusal": death.refusal,
-    }
-
-
-def decode_death(told: Mapping[str, Any]) -> Death:
-    """Return what `encode_death` was given. The time is now: clocks of hosts differ."""
-    failure = RankFailure(**told["failure"], time_ns=time.monotonic_ns())
-    note = None if told["note"] is None else Note(*told["note"])
-    return Death(**{**told, "failure": failure, "note": note})
