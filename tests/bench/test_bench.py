@@ -39,8 +39,9 @@ def command(monkeypatch):
 def test_list_names_every_benchmark_with_a_line(command, capsys):
     assert command(["--list"]) == 0
     names = [line.split(maxsplit=1)[0] for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1]
-    assert names[:6] == ["permutation", "step", "ddp", "replicate", "shared", "protect"]
+    assert names[:6] == ["permutation", "step", "ddp", "replicate", "remote", "shared"]
     assert names[6:] == [
+        "protect",
         "shards",
         "pipeline",
         "split",
