@@ -80,10 +80,10 @@ Runner = Callable[..., Job]
 def run_ranks(tmp_path: Path, launch_host: LaunchHost | None) -> Runner:
     """Run a script on N ranks with `unisono run`, and check its exit code."""
 
-    def run(n: int, script: str | Path, *args: object, code: int | None = 0, flags: Sequence[str] = ()) -> Job:
+    def run(n: int, script: str | Path, *args: object, code: int | None = 0, flags: Sequence[object] = ()) -> Job:
         launcher = Launcher(Path.cwd(), launch_host)
         path = _file(script, tmp_path)
-        done = launcher.run("run", "-n", str(n), *flags, str(path), *map(str, args))
+        done = launcher.run("run", "-n", str(n), *map(str, flags), str(path), *map(str, args))
         job = Job(done.returncode, done.stdout, done.stderr)
         assert code is None or job.code == code, f"exit code {job.code}\n{job.out[-3000:]}\n{job.err[-6000:]}"
         launcher.check_nothing_is_left()
