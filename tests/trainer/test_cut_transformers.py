@@ -11,15 +11,17 @@ pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="trans
 PROGRAM = Path(__file__).parent / "programs" / "cut_transformers.py"
 
 
-def test_llama_bert_and_t5_have_the_bits_of_one_rank(fork_ranks, fork_python):
-    whole = fork_python(PROGRAM, 1)
-    assert len(whole) == 3
-    job = fork_ranks(3, PROGRAM, 3)
+@pytest.mark.parametrize("names", [("llama", "t5"), pytest.param(("bert",), marks=pytest.mark.soak)], ids="-".join)
+def test_cut_over_ranks_they_have_the_bits_of_one_rank(fork_ranks, fork_python, names):
+    whole = fork_python(PROGRAM, 1, *names)
+    assert len(whole) == len(names)
+    job = fork_ranks(3, PROGRAM, 3, *names)
     assert [job.lines(rank) for rank in range(3)] == [whole] * 3
 
 
-def test_divided_over_ranks_they_have_the_bits_of_one_rank(fork_ranks, fork_python):
-    whole = fork_python(PROGRAM, "whole")
-    job = fork_ranks(3, PROGRAM, "shard")
-    assert len(whole) == 3
+@pytest.mark.parametrize("names", [("bert",), pytest.param(("llama", "t5"), marks=pytest.mark.soak)], ids="-".join)
+def test_divided_over_ranks_they_have_the_bits_of_one_rank(fork_ranks, fork_python, names):
+    whole = fork_python(PROGRAM, "whole", *names)
+    job = fork_ranks(3, PROGRAM, "shard", *names)
+    assert len(whole) == len(names)
     assert [job.lines(rank) for rank in range(3)] == [whole] * 3
