@@ -3,6 +3,7 @@
 The recorder follows the functions of torch.distributed on its own. Waits outside of them are reported here: those in
 shared memory, unless a first look finds that no rank is awaited, those for messages between stages of a pipeline, and
 those of groups of the backend shm. Without an observer, a wait costs half a microsecond more.
+How long this process has waited for ranks and for batches is summed here too, while somebody measures steps.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
-__all__ = ["GroupActivity", "Observed", "Wait", "WaitObserver", "WaitedTime", "groups", "observers", "waited"]
+__all__ = [
+    "GroupActivity",
+    "Observed",
+    "TimedWait",
+    "Wait",
+    "WaitObserver",
+    "WaitedTime",
+    "groups",
+    "loaded",
+    "observers",
+    "waited",
+]
 
 
 class Wait(NamedTuple):
@@ -53,7 +65,7 @@ class GroupActivity(Protocol):
 
 
 class WaitedTime:
-    """How long this process has waited for other ranks, while `is_on`: the waits that observers see, and polling."""
+    """How long this process has waited, while `is_on`."""
 
     __slots__ = ("is_on", "seconds")
 
@@ -62,9 +74,28 @@ class WaitedTime:
         self.seconds = 0.0
 
 
+class TimedWait:
+    """Context manager that adds the time within it, once: waits within it that are counted by themselves are parts."""
+
+    __slots__ = ("_before_s", "_begun_s", "_sum")
+
+    def __init__(self, of: WaitedTime) -> None:
+        self._sum = of
+
+    def __enter__(self) -> None:
+        self._before_s = self._sum.seconds
+        self._begun_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._sum.seconds = self._before_s + time.perf_counter() - self._begun_s
+
+
 observers: list[WaitObserver] = []
 waited = WaitedTime()
-"""Turned on and off by the step that is measured: steps do not run within each other."""
+"""For other ranks: the waits that observers see, polling, and the calls of unisono.comm. A Trainer turns it on for the
+steps that it measures, a RunLog for all of its loop: steps do not run within each other."""
+loaded = WaitedTime()
+"""For batches of `unisono.data.loader`."""
 groups: WeakSet[GroupActivity] = WeakSet()
 
 

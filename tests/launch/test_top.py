@@ -79,9 +79,10 @@ LOOP = """
 
 def test_a_loop_with_a_run_log_is_shown_with_the_time_that_is_left(warm_launcher):
     with running(warm_launcher, "-n", "1", warm_launcher.write("train.py", LOOP)) as job:
-        until(lambda: ask(job.pid, {"ask": "top"})["step"])
+        until(lambda: ask(job.pid, {"ask": "top"})["times"])
         result = CliRunner().invoke(top, [str(job.pid)])
     assert (result.exit_code, result.exception) == (0, None)
+    assert re.fullmatch(r"step of [\d.]+ ms: data 0 %, compute 100 %", result.stdout.splitlines()[2])
     assert re.fullmatch(
         r"step \d+ of 9000 · loss 0\.5000 · lr 0\.125 · [\d,.k]+ samples/s · 0:0\d:\d\d left",
         result.stdout.splitlines()[1],

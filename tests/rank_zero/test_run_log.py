@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 import unisono
 from unisono.cli.compare import compare
 from unisono.report.source import open_run
+from unisono.report.verdict import parts_of_time
 from unisono.watch import read_events
 
 
@@ -124,3 +126,60 @@ def test_ranks_call_it_alike_and_rank_0_writes(tmp_path, run_ranks):
     (run,) = events_in(tmp_path, "run")
     (end,) = events_in(tmp_path, "end")
     assert (run["world_size"], end["total_steps"]) == (2, 50)
+
+
+class Slow(torch.utils.data.Dataset):
+    """Numbers that take 4 ms each to read."""
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        time.sleep(0.004)
+        return float(index)
+
+
+def test_the_time_of_steps_is_told_with_that_in_the_loader(tmp_path):
+    batches = unisono.data.loader(Slow(), batch_size=1)
+    with unisono.RunLog(tmp_path, progress=False) as log:
+        for epoch in range(2):
+            for _ in batches:
+                time.sleep(0.002)
+                log.step(loss=1.0, epoch=epoch)
+            log.evaluation(accuracy=0.5)
+    (event,) = events_in(tmp_path, "times")  # those of the last second too
+    # Neither the first step, which begins with the script, nor the one with an evaluation in it.
+    assert (event["steps"], event["of_steps"], event["total_steps"]) == (8, 10, 10)
+    assert event["data"][0] >= 8 * 0.004
+    assert event["compute"][0] >= 8 * 0.002
+    assert event["data"][0] + event["compute"][0] == pytest.approx(event["seconds"], abs=1e-5)
+    assert "waiting" not in event
+    assert event["last"]["data"][0] >= 0.004
+    told = {name: explanation for name, _, explanation in parts_of_time(open_run(tmp_path))}
+    assert told["compute"] == "everything else in your loop, on rank 0"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_waits_for_a_late_rank_are_told(tmp_path, run_ranks, backend):
+    code = f"""
+        import time, torch, unisono
+        unisono.init(backend={backend!r})
+        model = torch.nn.Linear(2, 1)
+        unisono.parallel.replicate(model)
+        def exchange():
+            unisono.comm.all_reduce(torch.ones(3))
+        def train():
+            model(torch.ones(1, 2)).sum().backward()
+        for name, call in (("comm", exchange), ("replicate", train)):
+            with unisono.RunLog({str(tmp_path)!r} + "/" + name, progress=False) as log:
+                for _ in range(6):
+                    if unisono.rank():
+                        time.sleep(0.02)
+                    call()
+                    log.step(loss=1.0)
+    """
+    run_ranks(2, textwrap.dedent(code))
+    for name in ("comm", "replicate"):
+        (event,) = events_in(tmp_path / name, "times")
+        assert event["steps"] == 5
+        assert 0.02 < event["waiting"][0] <= event["seconds"]

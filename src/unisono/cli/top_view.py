@@ -193,11 +193,12 @@ def _run_line(job: JobView) -> str:
 
 
 def _parts_line(job: JobView) -> str:
-    """Return where the time of a step goes, as a mean over ranks."""
+    """Return where the time of a step goes, as a mean over the ranks that are known."""
     if not job.parts or not job.step_s:
         return ""
     loop_s = max(0.0, job.step_s - sum(job.parts.values()))
-    parts = [f"{name} {100 * seconds / job.step_s:.0f} %" for name, seconds in {**job.parts, "loop": loop_s}.items()]
+    loop = {"loop": loop_s} if loop_s >= 0.005 * job.step_s else {}  # a RunLog counts all of it as computing
+    parts = [f"{name} {100 * seconds / job.step_s:.0f} %" for name, seconds in {**job.parts, **loop}.items()]
     return f"step of {format_short_time(job.step_s)}: " + ", ".join(parts)
 
 

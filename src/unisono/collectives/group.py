@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.activity import TimedWait, waited
 from unisono.collectives.call_description import ComparisonPlace
 from unisono.collectives.check_mode import CallChecker, wanted
 from unisono.collectives.late_call_check import CallTemplate, LateCallChecker
@@ -60,11 +62,14 @@ class Group:
             kwargs: Its keyword arguments, without the group.
         """
         process_group, late_check = self.process_group, self.late_check
-        if late_check is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
-            operation(*args, group=process_group, **kwargs)
-        else:
-            kwargs["group"] = process_group
-            late_check.run(call, value, operation, args, kwargs)
+        with TimedWait(waited) if waited.is_on else nullcontext():
+            if late_check is None or not (
+                isinstance(value, str) or value.is_cpu or value.device.type not in self.backends
+            ):
+                operation(*args, group=process_group, **kwargs)
+            else:
+                kwargs["group"] = process_group
+                late_check.run(call, value, operation, args, kwargs)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

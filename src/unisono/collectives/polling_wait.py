@@ -12,7 +12,7 @@ import time
 
 import torch.distributed as dist
 
-from unisono.activity import Observed, Wait, waited
+from unisono.activity import Observed, TimedWait, Wait, waited
 from unisono.polling import Backoff
 
 __all__ = ["PollingWait"]
@@ -44,14 +44,10 @@ class PollingWait:
             RuntimeError: The work failed, as in `Work.wait`.
         """
         if waited.is_on and not work.is_completed():
-            self._wait_timed(work, seen)
+            with TimedWait(waited):
+                self._wait(work, seen)
         else:
             self._wait(work, seen)
-
-    def _wait_timed(self, work: dist.Work, seen: Wait | None) -> None:
-        begun_s, before_s = time.perf_counter(), waited.seconds
-        self._wait(work, seen)
-        waited.seconds = before_s + time.perf_counter() - begun_s  # with what observers saw of it
 
     def _wait(self, work: dist.Work, seen: Wait | None) -> None:
         if self._polls and not work.is_completed():

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
+from unisono.activity import TimedWait, loaded
 from unisono.arguments import whole
 from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import group_of
@@ -183,7 +185,7 @@ class RankLoader:
         batches = self._source.batches(start)
         while True:
             # The dataset's random numbers must not change those of the loop, for dropout for instance.
-            with kept_generators():
+            with kept_generators(), TimedWait(loaded) if loaded.is_on else nullcontext():
                 batch = next(batches, None)
             if batch is None:
                 break

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.activity import TimedWait, waited
 from unisono.collectives import object_transport
 from unisono.collectives.group import known_group
 from unisono.collectives.polling_wait import PollingWait
@@ -83,7 +84,7 @@ class GradientTransport:
         if stays and self._stays:
             if not self._staying.left:
                 begin_s = time.perf_counter()
-                with self._explained(what):
+                with self._explained(what), TimedWait(waited) if waited.is_on else nullcontext():
                     dist.all_reduce(tensor, group=self.group)
                 self._staying.note(paid=time.perf_counter() - begin_s <= _LATE_S)
                 return None
@@ -102,7 +103,8 @@ class GradientTransport:
         """
         with self._explained(what):
             if isinstance(work, torch._C.Future):
-                work.wait()
+                with TimedWait(waited) if waited.is_on else nullcontext():
+                    work.wait()
             elif work is not None:
                 self._waiter.wait(work)
 

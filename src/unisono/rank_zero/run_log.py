@@ -19,6 +19,7 @@ import torch
 from unisono.arguments import text, whole
 from unisono.job.ranks import is_main, world_size
 from unisono.program_end import describe_exception
+from unisono.rank_zero.loop_times import LoopTimes
 from unisono.rank_zero.numbers import read_number
 from unisono.state.lock import DirectoryLock
 from unisono.watch import Event, EventLog, Progress
@@ -82,6 +83,7 @@ class RunLog:
         if self._writes:
             self._open(folder, progress=progress, listeners=listeners)
             self._tell_run(folder, dict(settings or {}))
+        self._times = LoopTimes() if self._log.hears("times") else None
         self._started_s = self._ended_s = time.monotonic()
 
     @property
@@ -138,6 +140,8 @@ class RunLog:
         }
         self._log.emit("step", **fields)
         self._in_epoch, self._ended_s = self._in_epoch + 1, now_s
+        if self._times is not None and (times := self._times.end_step(now_s, self._done)) is not None:
+            self._log.emit("times", **times)
 
     def evaluation(self, name: str = "test", /, *, seconds: float = 0.0, **values: float | torch.Tensor) -> None:
         """Record an evaluation that has ended now.
@@ -159,6 +163,8 @@ class RunLog:
             found = {key: {"value": read_number(key, value)} for key, value in values.items()}
             took_s = read_number("seconds", seconds)
             self._log.emit("evaluation", epoch=self._epoch or 0, name=name, values=found, seconds=took_s)
+            if self._times is not None:
+                self._times.leave_out()
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Record numbers of rank 0, at the present place in the run.
@@ -178,6 +184,7 @@ class RunLog:
         """Record that the run has ended well, and close the file. May be called again."""
         if self._is_open:
             seconds = round(time.monotonic() - self._started_s, 3)
+            self._tell_times()
             self._log.emit("end", total_steps=self._done, seconds=seconds)
             self._release()
 
@@ -187,6 +194,7 @@ class RunLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if self._is_open and error is not None and not isinstance(error, GeneratorExit):
             end = describe_exception(error)
+            self._tell_times()
             self._log.emit("failure", type=end.kind, message=end.message, total_steps=self._done)
             self._release()
         self.close()
@@ -233,6 +241,13 @@ class RunLog:
             total_steps=self._done - 1,
             run_steps=self._steps,
         )
+
+    def _tell_times(self) -> None:
+        """Tell the times of the last steps."""
+        if self._times is not None:
+            self._times.stop()
+            if (times := self._times.take()) is not None:
+                self._log.emit("times", **times)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -107,7 +107,9 @@ class _Trace:
         last = event.get("last")
         if step is None or step != event.get("total_steps") or not isinstance(last, Mapping):
             return
-        parts = {told: each for name, told in _PARTS.items() if isinstance(each := last.get(name), list)}
+        # Without the time of the update, it is in that of computing, as are other parts of the step.
+        told_as = _PARTS if "update" in last else {**_PARTS, "compute": "compute"}
+        parts = {told: each for name, told in told_as.items() if isinstance(each := last.get(name), list)}
         for rank in range(min(map(len, parts.values()), default=0)):
             track = _FIRST_RANK + rank
             if track not in self._end:

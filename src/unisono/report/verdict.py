@@ -124,6 +124,13 @@ def _parts_of_steps(document: Document, step_s: float) -> list[tuple[str, float,
     if (whole_s := sum(seconds.values())) > step_s > 0:
         seconds = {name: each * step_s / whole_s for name, each in seconds.items()}
     is_seen = "waiting" in seconds
+    if "virtual_ranks" not in document["facts"]:  # a loop of one's own, of which one rank has told
+        own = {
+            "data": ("data", "waiting for the next batch, on rank 0"),
+            "compute": ("compute", "everything else in your loop, on rank 0"),
+            "waiting": ("waits", "for other ranks, on rank 0"),
+        }
+        return [(own[name][0], each, own[name][1]) for name, each in seconds.items() if name in own]
     told = {
         "data": ("data", "waiting for the next batch"),
         "compute": ("compute", "forward and backward" if is_seen else "steps on GPUs, with what they wait for"),

@@ -181,12 +181,13 @@ class StepFields(OtherStepFields):
 
 
 class StepParts(TypedDict):
-    """Seconds of each rank in its parts of steps, by rank."""
+    """Seconds of each rank in its parts of steps, by rank; of rank 0 alone in a loop without a Trainer."""
 
     data: Sequence[float]
     """Waiting for the next batch."""
     compute: Sequence[float]
-    """Forward and backward; on a GPU, all of `Trainer.step`, since the host does not see where its time goes."""
+    """Forward and backward; on a GPU, all of `Trainer.step`, since the host does not see where its time goes. In a loop
+    without a Trainer, all that is in no other part."""
     waiting: NotRequired[Sequence[float]]
     """Waiting for other ranks, within `Trainer.step`."""
     update: NotRequired[Sequence[float]]
