@@ -104,6 +104,10 @@ def main(
         given["engine"] = "collective"
     elif layout == "shards":
         given["parallel"] = Shard()
+    elif layout == "zero":
+        given["parallel"] = Shard(zero=1)
+    elif layout == "replicated shards":
+        given["parallel"] = Shard(replicas=2)
     elif layout == "stages":
         given["parallel"] = Pipeline(stages=stages.split(","), schedule=schedule)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=int(virtual_ranks), progress=False, **given)

@@ -12,6 +12,7 @@ MODELS = PROGRAMS / "planned_models.py"
 SIZES = "--ranks 2 --batch 32"
 COMMANDS = {
     "text": f"{MODELS}:build {SIZES}",
+    "four": f"{MODELS}:build --ranks 4 --batch 32 --json",
     "json": f"{MODELS}:build {SIZES} --json",
     "half": f"{MODELS}:build {SIZES} --micro-batch 2 --json",
     "real": f"{MODELS}:build {SIZES} --measure --json",
@@ -45,8 +46,8 @@ def test_the_table_has_80_columns_and_ends_with_what_to_type(answers):
     lines = answers["text"]["out"].splitlines()
     assert answers["text"]["code"] == 0 and answers["text"]["err"] == ""
     assert lines[:2] == ["Sequential: 16,640 parameters, AdamW", "batch 32 = 8 virtual ranks x 4 samples"]
-    rows = [line.split("  ")[0] for line in lines[4:9]]
-    assert rows == ["one process", "2 ranks, shared memory", "2 replicas", "2 shards", "2 stages"]
+    rows = [line.split("  ")[0] for line in lines[4:10]]
+    assert rows == ["one process", "2 ranks, shared memory", "2 replicas", "2 ranks, zero=1", "2 shards", "2 stages"]
     assert max(map(len, lines[:-2])) <= 80
     assert "unisono.Trainer(model, optimizer, virtual_ranks=8" in lines[-2]
     assert lines[-1].strip() in ("python train.py", "unisono run -n 2 train.py")
@@ -67,6 +68,23 @@ def test_sizes_are_those_of_the_model(answers):
     assert by_name["2 ranks, shared memory"]["sent_nbytes"] == 0
 
 
+def test_layouts_between_replicas_and_shards_are_planned(answers):
+    found = json.loads(answers["four"]["out"])
+    layouts, weights = {layout["name"]: layout for layout in found["layouts"]}, 4 * PARAMETERS
+    codes = {name: layout["code"] for name, layout in layouts.items()}
+    assert codes["4 ranks, zero=1"] == "parallel=unisono.parallel.Shard(zero=1)"
+    assert codes["2 x 2 shards"] == "parallel=unisono.parallel.Shard(replicas=2)"
+    assert "4 x 1 shards" not in codes and codes["4 shards"] == 'parallel=unisono.parallel.Shard(by="block")'
+    state = [layouts[name]["memory"]["optimizer"] for name in ("4 ranks, zero=1", "2 x 2 shards", "4 shards")]
+    assert state == [round(found["profile"]["optimizer_nbytes"] / 4)] * 3
+    # A rank has all weights, and a copy of the part that it updates.
+    assert layouts["4 ranks, zero=1"]["memory"]["parameters"] == weights * 5 // 4
+    # It sends all but its part of its sum of gradients, and its part of the weights to three others.
+    assert layouts["4 ranks, zero=1"]["sent_nbytes"] == 2 * weights * 3 // 4
+    sent = [layouts[name]["sent_nbytes"] for name in ("2 x 2 shards", "4 shards")]
+    assert sent[0] < sent[1]  # weights travel to one rank, and not to three
+
+
 def test_a_model_that_is_built_has_the_sizes_of_one_that_is_not(answers):
     fake, real = (json.loads(answers[name]["out"])["profile"] for name in ("json", "real"))
     for key in fake:
@@ -82,7 +100,7 @@ def test_micro_batches_have_less_to_keep(answers):
 
 def test_a_limit_that_nothing_keeps_is_told_with_what_takes_most(answers):
     out = answers["tight"]["out"]
-    assert out.count("too large") == 5
+    assert out.count("too large") == 6
     assert re.search(r"Nothing fits 1\.00 MB\. .+ needs least, \d+ MB, most of it for\n\w+: .+", out)
 
 

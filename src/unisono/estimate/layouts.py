@@ -19,6 +19,8 @@ __all__ = ["costs_without_stages", "heap_holes", "live_sums", "row_nbytes", "sen
 
 _SMALL_NBYTES = 1 << 20
 """Models below this size have other rows in shared memory, which are as small as they are."""
+_UNITS = 16
+"""The units in which gradients are summed with `zero=1`, if no parameter is larger."""
 _ADDITION = 3
 """Bytes moved for each byte of a sum: both operands are read, and one is written."""
 _COPY = 2
@@ -48,7 +50,10 @@ def costs_without_stages(profile: ModelProfile, workload: Workload, machine: Mac
             yield _shared(profile, workload, machine)
         yield _replicas(profile, workload, machine)
         if profile.is_elementwise:
-            yield _shards(profile, workload, machine)
+            yield _divided_state(profile, workload, machine)
+            for replicas in range(workload.ranks - 1, 0, -1):
+                if workload.ranks % replicas == 0:
+                    yield _shards(profile, workload, machine, replicas)
 
 
 def pass_nbytes(profile: ModelProfile, micro_batches: int, *, taken: bool = False) -> int:
@@ -153,16 +158,24 @@ def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) ->
     )
 
 
-def _peak_of_leaves(profile: ModelProfile, nodes: tuple[Node, ...], micro_batches: int) -> tuple[int, int]:
+def _peak_of_leaves(
+    profile: ModelProfile, nodes: tuple[Node, ...], micro_batches: int, *, sends: bool = True
+) -> tuple[int, int]:
     """Return the most that sums of earlier leaves and passes take on a rank, and of that the sums.
 
     The gradients of a rank's last leaf are taken while its backward pass runs.
+
+    Args:
+        profile: The model.
+        nodes: The rank's nodes.
+        micro_batches: Those of a share.
+        sends: False if nothing is sent before the pass has ended: gradients that are not added to a sum stay then.
     """
     whole, most, sums = profile.gradients_nbytes, 0, 0
     for node in nodes:
         for leaf, depth in zip(range(node.start, node.stop), live_sums(node), strict=True):
             is_last = leaf == nodes[-1].stop - 1
-            nbytes = depth * whole + pass_nbytes(profile, micro_batches, taken=is_last)
+            nbytes = depth * whole + pass_nbytes(profile, micro_batches, taken=is_last and (sends or depth > 0))
             if nbytes > most:
                 most, sums = nbytes, depth * whole
                 if not is_last or micro_batches > 1:
@@ -286,22 +299,66 @@ def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
     )
 
 
-def _shards(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
+def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
+    """Return the cost of weights that are whole on each rank, with an optimizer whose state is divided."""
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = _busiest(layout, workload), profile.gradients_nbytes
     shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
+    unit = max(profile.parameters_nbytes // _UNITS, profile.largest_gradient_nbytes)
+    held = whole / ranks
+    peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches, sends=False)
+    in_passes = (own_rows - 1) * whole + peak
+    # When the first unit is summed, all gradients are there; and its own, packed for others, and what comes from them.
+    in_sum = own_rows * whole + own_rows * unit + (rows - own_rows) * unit // ranks
+    sent = round((ranks - 1) / ranks * (own_rows * whole + profile.parameters_nbytes))
+    moved = own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + _COPY * profile.parameters_nbytes
+    step_s = (
+        compute_s(profile, shares, workload.micro_batches)
+        + _additions_s(profile, workload, machine)
+        + _moved_s(moved, machine)
+        + profile.update_s / ranks
+    ) * crowding + sending_s(sent, machine)
+    return LayoutCost(
+        name=f"{ranks} ranks, zero=1",
+        code="parallel=unisono.parallel.Shard(zero=1)",
+        memory=_memory(
+            profile,
+            machine,
+            parameters=profile.parameters_nbytes * (1 + 1 / ranks),  # a rank updates a copy of its part
+            gradients=held + (in_sum if in_sum > in_passes else (own_rows - 1) * whole + sums),
+            optimizer=profile.optimizer_nbytes / ranks,
+            peak=held + max(in_passes, in_sum),
+            batch=shares * workload.micro_batches * profile.inputs_nbytes,
+            update=held + profile.update_nbytes / ranks + unit,
+        ),
+        sent_nbytes=sent,
+        step_s=step_s,
+        ranks=ranks,
+    )
+
+
+def _shards(profile: ModelProfile, workload: Workload, machine: Machine, replicas: int) -> LayoutCost:
+    layout, ranks = _layout(workload), workload.ranks
+    rank, whole = _busiest(layout, workload), profile.gradients_nbytes
+    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shards = ranks // replicas
+    given = 'by="block"' if replicas == 1 else f"replicas={replicas}"
     rest, block = profile.outside_blocks_nbytes, profile.largest_block_nbytes
-    together = rest + 2 * block - (rest + 2 * block) // ranks
+    together = rest + 2 * block - (rest + 2 * block) // shards
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
     # While a unit is summed: its gradients, packed for others, and what comes from them; and those of the next one.
     unit = max(block, rest)
     sending = (2 + own_rows) * unit + (rows - own_rows) * unit // ranks
     peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches)
     earlier = (own_rows - 1) * whole
-    away = (ranks - 1) / ranks
     blocks = profile.parameters_nbytes - rest
     passes = shares * workload.micro_batches
-    sent = round(away * (2 * passes * blocks + rest + own_rows * whole))
+    sent = round(
+        (shards - 1) / shards * (2 * passes * blocks + rest)
+        + (ranks - 1) / ranks * own_rows * whole
+        + (replicas - 1) / ranks * profile.parameters_nbytes
+    )
     step_s = (
         compute_s(profile, shares, workload.micro_batches)
         + _additions_s(profile, workload, machine)
@@ -310,12 +367,12 @@ def _shards(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
     ) * crowding + sending_s(sent, machine)
     held = whole / ranks
     return LayoutCost(
-        name=f"{ranks} shards",
-        code='parallel=unisono.parallel.Shard(by="block")',
+        name=f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards",
+        code=f"parallel=unisono.parallel.Shard({given})",
         memory=_memory(
             profile,
             machine,
-            parameters=profile.parameters_nbytes / ranks + together,
+            parameters=profile.parameters_nbytes / shards + together,
             gradients=held + earlier + sums + sending,
             optimizer=profile.optimizer_nbytes / ranks,
             peak=held + earlier + peak + sending,
