@@ -1,9 +1,10 @@
 """Waits of this process for other ranks, for observers such as the launcher's recorder of calls.
 
 The recorder follows the functions of torch.distributed on its own. Waits outside of them are reported here: those in
-shared memory, unless a first look finds that no rank is awaited, those for messages between stages of a pipeline, and
-those of groups of the backend shm. Without an observer, a wait costs half a microsecond more.
-How long this process has waited for ranks and for batches is summed here too, while somebody measures steps.
+shared memory, unless a first look finds that no rank is awaited, those for messages of a step, between stages of a
+pipeline and between ranks without shared memory, and those of groups of the backend shm. Without an observer, a wait
+costs half a microsecond more. How long this process has waited for ranks and for batches is summed here too, while
+somebody measures steps.
 """
 
 from __future__ import annotations

@@ -84,6 +84,21 @@ for step in range(100000):
 """
 
 
+LOCKED = """
+import threading
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+def save():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()  # for ever
+if dist.get_rank() == 2:
+    save()
+dist.barrier()
+"""
+
+
 def write(hosts: Hosts, source: str) -> str:
     (hosts.folder / "script.py").write_text(source)
     return "script.py"
@@ -194,6 +209,20 @@ def test_a_killed_launcher_ends_the_job_on_the_other_host(hosts):
     assert first.returncode == 1
     assert "unisono: host 1, host1 (10.97.0.2), its launcher was killed; 1 rank ended" in first.stderr
     assert finish(jobs[1]).returncode == -signal.SIGKILL
+
+
+def test_a_hang_is_reported_on_all_hosts_with_the_ranks_of_all_and_ends_the_job(hosts):
+    flags = ("--hang-report", "1", "--hang-abort", "2")
+    for process in [hosts.start_rank(host, write(hosts, LOCKED), ranks=2 - host, flags=flags) for host in range(2)]:
+        job = finish(process)
+        assert job.returncode == 1
+        assert "unisono: ranks 0-1 have waited " in job.stderr
+        assert " in barrier for rank 2\n  ranks 0-1: barrier()  at script.py:12\n" in job.stderr
+        assert "\nrank 2: waiting\n" in job.stderr
+        assert "    script.py:9 in save\n        lock.acquire()  # for ever\n" in job.stderr
+        assert "\nRank 2 on host 1, host1 (10.97.0.2).\nThe job is ended in " in job.stderr
+        assert "unisono: ending the job: ranks still wait, and --hang-abort is 2 s" in job.stderr
+        assert "done nothing" not in job.stderr
 
 
 def test_a_host_behind_a_broken_link_is_named_and_both_sides_end(hosts):

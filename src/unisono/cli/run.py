@@ -415,7 +415,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         spares=given["spares"],
         servers=given["servers"],
         shutdown_timeout_s=given["shutdown_timeout"],
-        hang_report_s=given["hang_report"] if hosts is None else 0.0,  # it would take ranks of other hosts for absent
+        hang_report_s=given["hang_report"],
         hang_abort_s=given["hang_abort"],
         stuck_timeout_s=given["stuck_timeout"],
         metrics=given["metrics"],

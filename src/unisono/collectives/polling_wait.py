@@ -38,7 +38,8 @@ class PollingWait:
 
         Args:
             work: The work.
-            seen: How observers see a wait that polling does not end. None: they do not, as the backend's record has it.
+            seen: How observers see a wait that polling does not end. None: they do not, as for a collective that the
+                backend's record has, or on a GPU, where a wait ends at once.
 
         Raises:
             RuntimeError: The work failed, as in `Work.wait`.

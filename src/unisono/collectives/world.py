@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.activity import Wait
 from unisono.collectives.framing import to_bytes
 from unisono.collectives.group import known_group
 from unisono.collectives.object_transport import gather, gather_values
@@ -90,6 +91,15 @@ class World:
             device=wire,
             waiter=PollingWait(polls=wire.type == "cpu" and local_world_size() <= usable_cores()),
         )
+
+    def wait_for(self, peer: int) -> Wait:
+        """Return how observers see this rank wait for another one in a step.
+
+        Args:
+            peer: The rank, as the group counts it.
+        """
+        assert self.group is not None
+        return Wait("Trainer.step", self.group.group_name, self.size, 0, dist.get_global_rank(self.group, peer))
 
     def renew(self, other: World) -> None:
         """Become another world, for everybody who holds this one."""

@@ -17,6 +17,7 @@ from typing import NamedTuple, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
+from unisono.activity import Wait
 from unisono.collectives.world import World
 from unisono.engine.step_transaction import STEP_UNDONE, Passed
 from unisono.errors import RankMismatchError, UnisonoError
@@ -123,7 +124,8 @@ class GroupConsistencyCheck:
         self._own = torch.zeros(1, dtype=torch.int64, device=world.device)
         self._all = [self._own.new_zeros(1) for _ in range(world.size)]
         self._peers = [r for r in range(world.size) if r != world.rank]
-        self._works: list[dist.Work] = []
+        self._seen = {peer: world.wait_for(peer) for peer in self._peers}
+        self._works: list[tuple[Wait | None, dist.Work]] = []
         self._intent: StepDescription | None = None
         self._is_broken = False
         self.is_open = False
@@ -143,13 +145,13 @@ class GroupConsistencyCheck:
         self.is_open = True
         if self._world.device.type == "cpu" and self._world.size <= _FEW_RANKS:
             for peer in self._peers:
-                self._works.append(self._group.recv([self._all[peer]], peer, _TAG))
+                self._works.append((self._seen[peer], self._group.recv([self._all[peer]], peer, _TAG)))
             for peer in self._peers:
-                self._works.append(self._group.send([self._own], peer, _TAG))
+                self._works.append((self._seen[peer], self._group.send([self._own], peer, _TAG)))
         else:
             work = dist.all_gather(self._all, self._own, group=self._group, async_op=True)
             assert work is not None
-            self._works.append(work)
+            self._works.append((None, work))
 
     def check(self) -> None:
         """See `ConsistencyCheck`."""
@@ -170,8 +172,8 @@ class GroupConsistencyCheck:
         self._is_broken = True
 
     def _wait(self) -> None:
-        for work in self._works:
-            self._world.waiter.wait(work)
+        for seen, work in self._works:
+            self._world.waiter.wait(work, seen)
         self._works, self.is_open = [], False
 
 

@@ -87,6 +87,7 @@ class HostTreeAllReduce:
     def __init__(self, world: World, grid: HostGrid, numel: int, *, widest: NodeLayout, dtype: torch.dtype) -> None:
         assert world.group is not None
         self._group, self._rank, self._grid, self._waiter = world.group, world.rank, grid, world.waiter
+        self._seen = {peer: world.wait_for(peer) for peer in range(world.size) if peer != world.rank}
         self._host, self._local = divmod(world.rank, grid.per_host)
         self._virtual_ranks = widest.leaves
         self.numel = align_up(max(numel, 1), BUFFER_NUMEL * world.size)
@@ -108,7 +109,7 @@ class HostTreeAllReduce:
         }
         self._plans: dict[int, _HostPlan] = {}
         self._plan = self._plan_for(widest)
-        self._works: list[dist.Work] = []
+        self._works: list[tuple[int, dist.Work]] = []
         self._phase = 0
 
     def start(self, layout: NodeLayout) -> None:
@@ -225,14 +226,14 @@ class HostTreeAllReduce:
         return slice(host * self._part_width, (host + 1) * self._part_width)
 
     def _send(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        self._works += [self._group.send([tensor], rank, 0) for tensor in tensors]
+        self._works += [(rank, self._group.send([tensor], rank, 0)) for tensor in tensors]
 
     def _receive(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        self._works += [self._group.recv([tensor], rank, 0) for tensor in tensors]
+        self._works += [(rank, self._group.recv([tensor], rank, 0)) for tensor in tensors]
 
     def _wait(self) -> None:
-        for work in self._works:
-            self._waiter.wait(work)
+        for peer, work in self._works:
+            self._waiter.wait(work, self._seen[peer])
         self._works = []
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.activity import Wait
 from unisono.collectives.world import World
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan import Node, fold, nodes_of, rank_block
@@ -103,6 +104,7 @@ class TreeAllReduce:
         assert world.group is not None
         self._group, self._rank, self._size = world.group, world.rank, world.size
         self._waiter = world.waiter
+        self._seen: list[Wait | None] = [None if r == world.rank else world.wait_for(r) for r in range(world.size)]
         # torch's batch of sends and receives costs 50 µs more than posting them singly, and only nccl needs it.
         self._batched = world.device.type != "cpu"
         self.numel = align_up(max(numel, 1), BUFFER_NUMEL * world.size)
@@ -115,7 +117,7 @@ class TreeAllReduce:
         self._segments = [self.rows[0][self._segment(r)] for r in range(world.size)]
         self._plans: dict[int, _ReducePlan] = {}
         self._plan = self._plan_for(widest)
-        self._works: list[dist.Work] = []
+        self._works: list[tuple[Wait | None, dist.Work]] = []
 
     def start(self, layout: NodeLayout) -> None:
         """Begin a step. The rows may be written after this call."""
@@ -126,7 +128,7 @@ class TreeAllReduce:
     def launch(self) -> None:
         """Send this rank's rows; see `AllReduce`. Every rank must launch its all-reduces in the same order."""
         if self._plan.by_backend:
-            self._works = [self._group.allreduce([self.rows[0]])]
+            self._works = [(self._seen[1 - self._rank], self._group.allreduce([self.rows[0]]))]
         else:
             self._transfer(self._plan.sends, self._plan.receives)
 
@@ -198,16 +200,16 @@ class TreeAllReduce:
             operations = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=r) for r, tensor in receives]
             operations += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=r) for r, tensor in sends]
             if operations:
-                self._works += dist.batch_isend_irecv(operations)
+                self._works += [(None, work) for work in dist.batch_isend_irecv(operations)]
             return
         for peer, tensor in receives:
-            self._works.append(self._group.recv([tensor], peer, 0))
+            self._works.append((self._seen[peer], self._group.recv([tensor], peer, 0)))
         for peer, tensor in sends:
-            self._works.append(self._group.send([tensor], peer, 0))
+            self._works.append((self._seen[peer], self._group.send([tensor], peer, 0)))
 
     def _wait(self) -> None:
-        for work in self._works:
-            self._waiter.wait(work)
+        for seen, work in self._works:
+            self._waiter.wait(work, seen)
         self._works = []
 
 

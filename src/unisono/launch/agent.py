@@ -224,10 +224,11 @@ class _Agent:
                 self._end_for_hang(generation.observer.abort)
             elif self._shutdown.state is None and (stuck := generation.observer.take_stuck()):
                 self._relay.say(
-                    f"{name_ranks(stuck)} kept the others waiting for {self._job.stuck_timeout_s:g} s; killed "
+                    f"{name_ranks(stuck)} kept the others waiting for {generation.observer.judge.stuck_s:g} s; killed "
                     "(--stuck-timeout)"
                 )
-                self._server.signal(signal.SIGKILL, stuck, group=True)
+                own = [rank for rank in stuck if rank in generation.ranks]  # others are on other hosts
+                self._server.signal(signal.SIGKILL, own, group=True)
         if self._changes is not None and self._shutdown.state is None:
             if not self._changes.tick():
                 self._on_failed()
@@ -445,7 +446,7 @@ class _Agent:
             "recoveries": self._recoveries,
         }
         write_report(report, relay=self._relay, attempt=self._now.attempt)
-        self._relay.say(f"ending the job: ranks still wait, and --hang-abort is {self._job.hang_abort_s:g} s")
+        self._relay.say(f"ending the job: ranks still wait, and --hang-abort is {self._now.observer.judge.abort_s:g} s")
 
     def _on_signal(self, signals: int) -> None:
         for signum in os.read(signals, 1):

@@ -58,6 +58,7 @@ class Generation:
             job=str(job.run_id),
             folder=str(Path.cwd()),
             has_flags=job.has_flags,
+            judges=job.place is None,
         )
         self._wanted = self._asked = 0
         self.running: set[int] = set()

@@ -173,8 +173,6 @@ class LaunchJob:
             (f"--max-restarts {self.max_restarts}", self.max_restarts, f"ends as a whole: {again}"),
             (f"--spares {self.spares}", self.spares, f"replaces no rank: {again}"),
             (f"--servers {self.servers}", self.servers, "shares no memory with servers of tables: leave it out"),
-            ("--hang-abort", self.hang_abort_s is not None, "compares no ranks of different hosts: leave it out"),
-            ("--stuck-timeout", self.stuck_timeout_s is not None, "compares no ranks of different hosts: leave it out"),
             ("--cpu-backend shm", self.cpu_backend == "shm", "shares no memory: leave it out, and hosts use gloo"),
         ):
             if is_given:

@@ -111,10 +111,12 @@ class Finding:
         """Return a key that stays the same, also if the finding goes away and comes back at the next step."""
         if self.mismatch:
             return (self.mismatch.group, self.mismatch.sequence)
-        return tuple(
-            (wait.name, wait.group, wait.waiting, wait.missing, *{_line(o) for o in wait.operations})
+        # Waits that began at nearly the same time may change places: clocks of hosts are compared by messages.
+        keys = [
+            (wait.name, wait.group, wait.waiting, wait.missing, *sorted({_line(o) for o in wait.operations}, key=repr))
             for wait in self.waits
-        )
+        ]
+        return tuple(sorted(keys, key=repr))
 
 
 def find_hang(situations: Sequence[Situation], *, now_ns: int, patience_ns: int) -> Finding | None:
@@ -158,7 +160,8 @@ def find_mismatch(situations: Sequence[Situation], *, now_ns: int, settled_ns: i
 def detail_of(call: RecordedCall) -> str:
     """Return the details of a call: tensors, reduction, root or peer."""
     sides = {"send": "to", "send_object_list": "to", "recv": "from", "recv_object_list": "from"}
-    peer = "" if call.peer is None else f"{sides.get(call.name, 'root')} {'rank ' * (call.name in sides)}{call.peer}"
+    side = sides.get(call.name, "with" if call.kind == "message" else "root")
+    peer = "" if call.peer is None else f"{side} {'' if side == 'root' else 'rank '}{call.peer}"
     return ", ".join(part for part in (call.tensors, call.reduction, peer) if part)
 
 

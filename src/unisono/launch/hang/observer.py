@@ -13,15 +13,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from unisono.launch.hang.analysis import Finding, find_hang, find_mismatch
-from unisono.launch.hang.hang_report import render_finding, render_idle, render_mismatch, summarize
+from unisono.launch.hang.analysis import find_mismatch
+from unisono.launch.hang.hang_report import render_idle, render_mismatch
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
+from unisono.launch.hang.judge import HangJudge
 from unisono.launch.hang.observed_rank import ObservedRank, describe_call
 from unisono.launch.hang.situation import Situation
 from unisono.launch.hang.stacks import StackRequest, crash_text, read_state
 from unisono.launch.hang.status_block import RecordedCall
 from unisono.polling import wait_until
-from unisono.text import name_ranks
 
 __all__ = ["Observer"]
 
@@ -44,6 +44,7 @@ class Observer:
         job: The name of the job for `unisono stacks`.
         folder: The working directory; paths in reports are relative to it.
         has_flags: True if the job was started with flags, so that reports may name one.
+        judges: False to report nothing: there are ranks on other hosts, and `launch.hosts.host_hangs` judges all.
     """
 
     def __init__(
@@ -56,31 +57,38 @@ class Observer:
         job: str = "",
         folder: str = "",
         has_flags: bool = True,
+        judges: bool = True,
     ) -> None:
         self._num_ranks = ranks
-        self._report_s = hang_report_s
-        self._abort_s, self._stuck_s = hang_abort_s, stuck_s
-        self._stuck: tuple[int, ...] = ()
-        self._job = job
+        self._command = f"unisono stacks {job}".rstrip()
         self._folder = folder
-        self._has_flags = has_flags
+        self._judges = judges
+        all_ranks = "shows where all ranks are" if judges else "shows where the ranks of a host are"
+        self.judge = HangJudge(
+            hang_report_s=hang_report_s,
+            hang_abort_s=hang_abort_s,
+            stuck_s=stuck_s,
+            folder=folder,
+            stacks=f"`{self._command}` {all_ranks}",
+            has_flags=has_flags,
+        )
         self._ranks: dict[int, ObservedRank] = {}
         self._deadline_s = 0.0
+        self._standing = False
         self._judged_s = 0.0
         self._ticked_s = 0.0
         self._quiet_until_s = 0.0
         self._past_ns: int | None = None
-        self._next_age_ns: dict[tuple[object, ...], float] = {}
-        self._reported_s = -1e9
         self._requests: dict[int, StackRequest] = {}
-        self._finding: Finding | None = None
         self._idleness = Idleness(hang_report_s)
         self._idle: tuple[int, ...] = ()
         """Idle ranks, to be reported once their stacks have been collected."""
         self.abort: str | None = None
         """The reason to end the job, once ranks have waited in vain for `hang_abort_s`; None before."""
         self.report = ""
-        """The last report of a hang that `tick` returned."""
+        """The last report of a hang."""
+        self.stuck: tuple[int, ...] = ()
+        """What `take_stuck` returns next."""
 
     def files(self, rank: int) -> tuple[int, int, int]:
         """Create the status block, the file for stacks and the pipe for questions of a rank, in place of earlier ones.
@@ -124,10 +132,10 @@ class Observer:
         """
         now_s = time.monotonic()
         self._past_ns = time.monotonic_ns() if until_ns is None else until_ns
-        self._quiet_until_s = now_s + max(calm_s, self._patience_s)
-        self._next_age_ns.clear()
+        self._quiet_until_s = now_s + max(calm_s, self.judge.patience_s)
+        self.judge.forget()
         self._requests.clear()
-        self._finding, self._idle = None, ()
+        self._idle = ()
         self._idleness.forget()
 
     def next_deadline_s(self) -> float | None:
@@ -140,18 +148,47 @@ class Observer:
         if now_s < self._deadline_s or self.next_deadline_s() is None:
             return []
         if now_s - self._ticked_s > _GAP_S:
-            self._quiet_until_s = now_s + self._patience_s
+            self._quiet_until_s = now_s + self.judge.patience_s
         self._ticked_s = now_s
         self._deadline_s = now_s + _TICK_S
-        if self._requests:
+        if self._requests and self._judges:
             return self._collect(now_s)
-        standing = self._look(now_s)
-        if standing and now_s >= self._quiet_until_s and now_s - self._judged_s >= _JUDGING_S:
+        if self._requests:
+            self._deadline_s = now_s + _COLLECTING_TICK_S
+            return []
+        self._standing = self._look(now_s)
+        if self._judges and self._standing and not self.is_quiet and now_s - self._judged_s >= _JUDGING_S:
             self._judged_s = now_s
-            self._judge(now_s)
-            if self._finding is None and not self._requests:
+            if not self._judge(now_s):
                 self._look_for_idle(now_s)
         return []
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if no rank is to be reported yet: this process was stopped, or ranks are being replaced."""
+        return time.monotonic() < self._quiet_until_s
+
+    def waits_s(self, ranks: Iterable[int]) -> float:
+        """Return for how long one of these ranks has been in a call, or an operation of its backend; 0 if none is."""
+        if not self._standing:
+            return 0.0
+        situations = self._situations(time.monotonic(), {}, ranks)
+        starts = [call.started_ns for situation in situations for call in situation.calls if call.running]
+        starts += [entry.since_ns for situation in situations for entry in situation.pending]
+        return max(0.0, (time.monotonic_ns() - min(starts)) / 1e9) if starts else 0.0
+
+    def collect(self, ranks: Iterable[int]) -> None:
+        """Begin to collect the stacks of these ranks, for `collected`."""
+        self._requests = self._request(ranks)
+        self._deadline_s = time.monotonic() + _COLLECTING_TICK_S
+
+    def collected(self, ranks: Iterable[int]) -> list[Situation] | None:
+        """Return what these ranks do, with the stacks that were asked for; None if those are not there yet."""
+        if not _poll(self._requests):
+            return None
+        requests, self._requests = self._requests, {}
+        linecache.checkcache()
+        return self._situations(time.monotonic(), requests, ranks)
 
     def snapshot(self, *, wait_s: float = 0.8) -> list[Situation]:
         """Return what every rank does now, with its stacks, for `hang_report.render_stacks`. Takes up to `wait_s`."""
@@ -243,7 +280,7 @@ class Observer:
 
     def take_stuck(self) -> tuple[int, ...]:
         """Return ranks for which others have waited for `stuck_s` since their stacks were reported; each only once."""
-        stuck, self._stuck = self._stuck, ()
+        stuck, self.stuck = self.stuck, ()
         return stuck
 
     def close(self) -> None:
@@ -257,14 +294,6 @@ class Observer:
     def _members(self) -> dict[int, ObservedRank]:
         """The ranks whose files exist."""
         return {rank: watched for rank, watched in self._ranks.items() if rank < self._num_ranks}
-
-    @property
-    def _command(self) -> str:
-        return f"unisono stacks {self._job}".rstrip()
-
-    @property
-    def _patience_s(self) -> float:
-        return min([seconds for seconds in (self._report_s, self._abort_s, self._stuck_s) if seconds], default=0.0)
 
     def _look(self, now_s: float) -> bool:
         """Read the status blocks' counters and ask flight recorders. Return True if a rank may have to be reported."""
@@ -281,30 +310,20 @@ class Observer:
                 watched.met = watched.block.met if mark != (0, 0) else False
             # If a rank uses only DDP, nothing but its flight recorder shows that it has met its peers.
             curious = mark[1] > 0 and not watched.met and now_s - watched.asked_s >= _JUDGING_S
-            patience_s = self._patience_s
+            patience_s = self.judge.patience_s
             idle = patience_s > 0 and mark[0] > 0 and still_s >= patience_s / 3
             if curious or (idle and now_s - watched.asked_s >= max(_COLLECTING_TICK_S, patience_s / 6)):
                 watched.ask_recorder(now_s)
-        return standing and self._patience_s > 0
+        return standing and self.judge.patience_s > 0
 
-    def _judge(self, now_s: float) -> None:
-        self._finding = finding = self._find(self._situations(now_s, {}))
-        if finding is None:
-            return
-        age_ns = time.monotonic_ns() - finding.since_ns
-        key = finding.key()
-        soon = now_s - self._reported_s < self._patience_s / 2
-        told = key in self._next_age_ns
-        if told and self._abort_s is not None and age_ns >= self._abort_s * 1e9:
-            cause = summarize(finding, ranks=self._num_ranks, now_ns=time.monotonic_ns())
-            self.abort = f"{cause}, and --hang-abort is {self._abort_s:g} s"
-        elif told and self._stuck_s is not None and finding.stuck and age_ns >= self._stuck_s * 1e9:
-            self._stuck = finding.stuck
-            self._next_age_ns.clear()
-        elif age_ns >= self._next_age_ns.get(key, 0.0) and not soon:
-            self._next_age_ns[key] = 2 * max(age_ns, self._patience_s * 1e9)
-            self._requests = self._request(finding.involved)
-            self._deadline_s = now_s + _COLLECTING_TICK_S
+    def _judge(self, now_s: float) -> bool:
+        """Judge the ranks, and return True if some wait in vain."""
+        decision = self.judge.look(self._situations(now_s, {}), now_s)
+        self.abort = decision.abort or self.abort
+        self.stuck = decision.kill or self.stuck
+        if decision.show:
+            self.collect(decision.show)
+        return decision.found
 
     def _look_for_idle(self, now_s: float) -> None:
         members = self._members
@@ -346,27 +365,10 @@ class Observer:
             )
             return [f"unisono: {text}"]
         # Stacks show the places. A hang that has resolved in the meantime is not reported.
-        self._finding = finding = self._find(situations)
-        if finding is None:
+        if not (text := self.judge.explain(situations, now_s)):
             return []
-        self._reported_s = now_s
-        now_ns = time.monotonic_ns()
-        text = render_finding(finding, situations, now_ns=now_ns, folder=self._folder, remedy=self._remedy(finding))
         self.report = text
         return [f"unisono: {text}"]
-
-    def _find(self, situations: list[Situation]) -> Finding | None:
-        return find_hang(situations, now_ns=time.monotonic_ns(), patience_ns=int(self._patience_s * 1e9))
-
-    def _remedy(self, finding: Finding) -> str:
-        if self._abort_s is not None:
-            left_s = max(0.0, self._abort_s - (time.monotonic_ns() - finding.since_ns) / 1e9)
-            return f"The job is ended in {left_s:.0f} s if nothing changes (--hang-abort)."
-        if self._stuck_s is not None and finding.stuck:
-            left_s = max(0.0, self._stuck_s - (time.monotonic_ns() - finding.since_ns) / 1e9)
-            return f"{name_ranks(finding.stuck)} will be killed in {left_s:.0f} s if nothing changes (--stuck-timeout)."
-        flag = "; started with --hang-abort SECONDS, it ends by itself" if self._has_flags else ""
-        return f"The job goes on. `{self._command}` shows where all ranks are; Ctrl-C ends it{flag}."
 
     def _request(self, ranks: Iterable[int]) -> dict[int, StackRequest]:
         found: dict[int, StackRequest] = {}
@@ -376,8 +378,12 @@ class Observer:
                 found[rank] = StackRequest(watched.pid, watched.dump, ask=watched.ask_stacks)
         return found
 
-    def _situations(self, now_s: float, requests: dict[int, StackRequest]) -> list[Situation]:
-        return [self._situation(rank, now_s, requests.get(rank)) for rank in sorted(self._members)]
+    def _situations(
+        self, now_s: float, requests: dict[int, StackRequest], ranks: Iterable[int] | None = None
+    ) -> list[Situation]:
+        members = self._members
+        shown = sorted(members) if ranks is None else [rank for rank in ranks if rank in members]
+        return [self._situation(rank, now_s, requests.get(rank)) for rank in shown]
 
     def _situation(self, rank: int, now_s: float, request: StackRequest | None) -> Situation:
         watched = self._ranks[rank]

@@ -67,11 +67,13 @@ class Frame:
     function: str
     is_library: bool
     """True if it belongs to Python or an installed package, not to the user's program."""
+    text: str | None = None
+    """The line of source, if the file is on another host; None: it is read when needed."""
 
     @property
     def source(self) -> str:
         """The line of source; "" if it cannot be read."""
-        return linecache.getline(self.file, self.line).strip()
+        return linecache.getline(self.file, self.line).strip() if self.text is None else self.text
 
     def place_in(self, folder: str) -> str:
         """Return the place of the call, as words: "train.py:7 in save".

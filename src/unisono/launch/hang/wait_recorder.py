@@ -1,7 +1,8 @@
 """Records waits in a step that `call_recorder` does not see, in the rank's status block.
 
 Where the ranks of a Trainer share memory, a step calls no function of torch.distributed: its waits are counted like
-collectives of one group. Stages of a pipeline wait for messages after the call that begins to receive them.
+collectives of one group. Where they do not, as on several hosts, and between stages of a pipeline, ranks wait for
+messages after the call that begins to receive them.
 """
 
 from __future__ import annotations

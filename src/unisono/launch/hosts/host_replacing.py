@@ -341,7 +341,8 @@ class HostReplacing(Replacing):
         self._by_spare.clear()
         self._counts.next_round()
         self._generation.forget_replaced()
-        self._generation.observer.disregard_past(0.0)
+        joined_ns = [self._generation.pages[rank].joined_ns for rank in self._generation.ranks]
+        self._generation.observer.disregard_past(0.0, until_ns=min(joined_ns, default=None))
         self._relay.say(f"{entry['what']}, {entry['seconds']:.2f} s")
 
 

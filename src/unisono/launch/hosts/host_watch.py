@@ -16,6 +16,7 @@ from unisono.launch.failure.postmortem import Postmortem
 from unisono.launch.failure.root_cause import RootCause
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
+from unisono.launch.hosts.host_hangs import HostHangs
 from unisono.launch.hosts.host_replacing import HostReplacing
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.hosts.settings import HostPlace
@@ -62,6 +63,7 @@ class HostWatch:
         self._hosts, self._relay, self._server, self._shutdown = hosts, relay, server, shutdown
         self._generation, self._joined, self._examine, self._conclude = generation, joined, examine, conclude
         self._replacing = replacing
+        self._hangs: HostHangs | None = None
         self._heard: list[tuple[int, dict[str, Any]]] = []
         self._is_placed = False
         self._began_term = 0  # the term in which this host asked to join a running job
@@ -123,13 +125,17 @@ class HostWatch:
             self._pass_on()
         elif message["type"] == "said" and self._is_about_this_host(message["entry"]):
             self._on_invitation(message["entry"])
+        elif message["type"] == "said" and message["entry"]["do"] in HostHangs.MESSAGES:
+            if self._hangs is not None:
+                self._hangs.on_said(message["host"], message["entry"])
         elif message["type"] == "said":
             self._heard.append((message["host"], message["entry"]))
             self._pass_on()
 
     def tick(self) -> None:
-        """Tell the other hosts once that the job ends here, as soon as the cause is known."""
+        """Tell the other hosts once that the job ends here, as soon as the cause is known; look for hangs before."""
         self._pass_on()
+        self._look_for_hangs()
         now_s = time.monotonic()
         if self._report_s is not None and now_s >= self._report_s:
             self._report_s = None
@@ -218,13 +224,24 @@ class HostWatch:
         while self._heard:
             replacing.on_said(*self._heard.pop(0))
 
+    def _look_for_hangs(self) -> None:
+        generation = self._generation()
+        if generation is None or self._shutdown.state is not None:
+            return
+        if self._hangs is None:
+            self._hangs = HostHangs(self._hosts, generation, self._relay)
+        self._hangs.tick()
+
     def _on_report(self) -> None:
         """End the ranks of this host because the job has ended on another one."""
         report, state, running = self._hosts.report, self._shutdown.state, self._shutdown.running
+        generation = self._generation()
         assert report is not None
+        if state is None and generation is not None and generation.observer.abort:
+            return  # all agents end the job for a hang; another one has told of its end before this one began
         if self._blame_s is not None:
             self._stop_waiting()
-        elif state is None and self._generation() is not None:
+        elif state is None and generation is not None:
             reason = Shutdown(
                 code=report.code, reason=report.reason, ranks=len(running), host_lost=report.kind == "lost"
             )

@@ -79,6 +79,8 @@ class JobHosts:
         """True if this host joins a job that runs, and has no ranks in it yet."""
         self.secret = b""
         """Known to all ranks of the job, and to whoever can read what the hosts say unless they have a token."""
+        self.has_torchrun = False
+        """True if torchrun's launcher is on one of the hosts, which tells nothing of its ranks."""
         self.replaces = False
         """True if ranks can be replaced: torchrun's launchers take no part in that, nor do several roles."""
         self.report: HostReport | None = None
@@ -142,7 +144,8 @@ class JobHosts:
             self.placement = {host: list(range(*pair)) for host, pair in enumerate(pairwise([0, *ends]))}
             self.homes = {rank: host for host, ranks in self.placement.items() for rank in ranks}
         self.secret = hmac.digest(self.settings.token.encode() or b"none", message["nonce"].encode(), "sha256")
-        self.replaces = not message["has_torchrun"] and place.role_world_size == place.world_size
+        self.has_torchrun = message["has_torchrun"]
+        self.replaces = not self.has_torchrun and place.role_world_size == place.world_size
 
     def accept(self, entry: Mapping[str, Any]) -> HostPlace:
         """Return the place of this host in the job that it joins, from the leader's invitation."""
