@@ -12,17 +12,9 @@ import argparse
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import Replicate, Shard, parallel
 from torch.nn import functional as F
 
-import unisono
 import unisono.comm
 
 WIDTH, HEAD, WORDS, BATCH = 64, 16, 50, 16
@@ -53,33 +45,30 @@ class Language(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.norm, self.head = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.Sequential(Block(), Block())
 
     def forward(self, tokens):
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(self.layers(self.embedding(tokens))))
 
 
 def divide(model, mesh):
     """Divide the matrices over the ranks of a mesh; between blocks, each rank has a part of the sequence."""
     positions = Shard(1)
-    whole = PrepareModuleInput(input_layouts=(positions,), desired_input_layouts=(Replicate(),))
+    whole = parallel.PrepareModuleInput(input_layouts=(positions,), desired_input_layouts=(Replicate(),))
     plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=positions, output_layouts=Replicate()),
-        "layers.*.norm1": SequenceParallel(),
-        "layers.*.norm2": SequenceParallel(),
+        "embedding": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=positions),
+        "norm": parallel.SequenceParallel(),
+        "head": parallel.ColwiseParallel(input_layouts=positions, output_layouts=Replicate()),
+        "layers.*.norm1": parallel.SequenceParallel(),
+        "layers.*.norm2": parallel.SequenceParallel(),
         "layers.*.attention": whole,
         "layers.*.mlp": whole,
-        "layers.*.attention.out": RowwiseParallel(output_layouts=positions),
-        "layers.*.mlp.0": ColwiseParallel(),
-        "layers.*.mlp.2": RowwiseParallel(output_layouts=positions),
+        "layers.*.attention.out": parallel.RowwiseParallel(output_layouts=positions),
+        "layers.*.mlp.0": parallel.ColwiseParallel(),
+        "layers.*.mlp.2": parallel.RowwiseParallel(output_layouts=positions),
     }
-    plan |= {f"layers.*.attention.{each}": ColwiseParallel() for each in "qkv"}
-    parallelize_module(model, mesh, plan)
+    plan |= {f"layers.*.attention.{each}": parallel.ColwiseParallel() for each in "qkv"}
+    parallel.parallelize_module(model, mesh, plan)
 
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -89,11 +78,9 @@ options = parser.parse_args()
 job = unisono.init()
 if options.tensor < 1 or job.world_size % options.tensor or WIDTH // HEAD % options.tensor:
     raise SystemExit(f"--tensor {options.tensor} must divide {job.world_size} ranks and {WIDTH // HEAD} heads")
-parts = job.world_size // options.tensor
-if BATCH % parts:
+if BATCH % (parts := job.world_size // options.tensor):
     raise SystemExit(f"{parts} parts cannot share a batch of {BATCH} evenly: start other ranks")
 mesh = init_device_mesh("cpu", (parts, options.tensor), mesh_dim_names=("data", "tensor"))
-
 torch.manual_seed(0)
 model = Language()
 divide(model, mesh["tensor"])
@@ -110,5 +97,4 @@ for step in range(options.steps):
         gradient.copy_(unisono.comm.all_reduce(gradient, "mean", group=mesh.get_group("data")))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm over all parts
     optimizer.step()
-mean = unisono.comm.all_reduce(loss.detach(), "mean")
-unisono.print0(f"loss of the last batch: {mean:.4f}")
+unisono.print0(f"loss of the last batch: {unisono.comm.all_reduce(loss.detach(), 'mean'):.4f}")
