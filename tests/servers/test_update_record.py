@@ -10,7 +10,7 @@ import torch
 from unisono.embedding import Adam, RowwiseAdagrad
 from unisono.embedding.row_memory import RowStore
 from unisono.server_page import ServerPage
-from unisono.servers import Control, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
+from unisono.servers import SessionControl, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
 from unisono.servers.placement import owned
 from unisono.servers.record import SegmentRecord, TensorRecord
 from unisono.servers.server import Server, redo_nbytes
@@ -46,8 +46,8 @@ class Tables:
             weight_tensor, *state = tensors.values()
             redo = max(redo, redo_nbytes(type(rule), weight_tensor, state))
         facts = {"ranks": RANKS, "servers": SERVERS, "redo_nbytes": redo}
-        control = Segment.create(Control.nbytes(**facts), name="control")
-        self.control = Control(control, **facts)
+        control = Segment.create(SessionControl.nbytes(**facts), name="control")
+        self.control = SessionControl(control, **facts)
         self.control.create()
         capacity = 1 << packed_nbytes([(ROWS, DIM, torch.float32)] * 2).bit_length()
         slots = Segment.create(capacity * RANKS * RING, name="slots")
@@ -92,7 +92,7 @@ class Tables:
             segment.close_descriptor()
 
 
-def train() -> tuple[list[torch.Tensor], Control]:
+def train() -> tuple[list[torch.Tensor], SessionControl]:
     """Apply some steps by servers of which each that ends is replaced."""
     tables = Tables()
     servers = [Server(tables.page, number) for number in range(SERVERS)]
@@ -118,14 +118,14 @@ def ends(monkeypatch):
         return left["events"] == -1
 
     for name in ("set_ready", "set_done", "set_applied", "wake_ranks"):
-        original = getattr(Control, name)
+        original = getattr(SessionControl, name)
 
         def before(self, *given, original=original, **named):
             if is_due():
                 raise Ended
             original(self, *given, **named)
 
-        monkeypatch.setattr(Control, name, before)
+        monkeypatch.setattr(SessionControl, name, before)
     write = RowStore.write
 
     def half(self, which, rows):

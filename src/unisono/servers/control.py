@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono.shm.segment import Segment, aligned
 from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
 
-__all__ = ["Control"]
+__all__ = ["SessionControl"]
 
 _LINE = 8
 """Words of a cache line: each writer has its own."""
@@ -24,7 +24,7 @@ _APPLIED, _READY, _DONE, _REPAIRED, _ROWS = range(5)
 _SLICE_S = 0.01
 
 
-class Control:
+class SessionControl:
     """The control memory of a session.
 
     Args:

@@ -23,7 +23,7 @@ from torch import Tensor
 from unisono.embedding.row_memory import RowStore
 from unisono.embedding.row_optimizers import RowOptimizer, change_rows, rows_per_chunk, rule_named
 from unisono.server_page import ServerPage
-from unisono.servers.control import Control
+from unisono.servers.control import SessionControl
 from unisono.servers.hand_over import TableUpdate, read_updates
 from unisono.servers.placement import owned
 from unisono.servers.record import SessionRecord, TensorRecord
@@ -108,7 +108,7 @@ class _Session:
 
     def __init__(self, record: SessionRecord, segments: list[Segment], number: int, page: ServerPage) -> None:
         self._record, self._number, self._page = record, number, page
-        self.control = Control(
+        self.control = SessionControl(
             segments[record.control], ranks=record.ranks, servers=record.servers, redo_nbytes=record.redo_nbytes
         )
         slots = segments[record.slots].tensor(0, (record.ranks, record.ring, record.capacity))

@@ -28,7 +28,7 @@ from unisono.engine.shared.table_division import TableDivision
 from unisono.engine.step_transaction import StepTransaction
 from unisono.errors import PeerError
 from unisono.server_page import ServerPage
-from unisono.servers import Control, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
+from unisono.servers import SessionControl, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
 from unisono.servers.record import SegmentRecord, TensorRecord
 from unisono.servers.server import redo_nbytes
 from unisono.shm.segment import Segment
@@ -48,7 +48,7 @@ _MOST_SESSIONS = 64
 class _Session:
     """The memory in which servers find tables and their updates."""
 
-    control: Control
+    control: SessionControl
     slots: Sequence[Tensor]
     """This rank's, by step modulo their number."""
     capacity: int
@@ -213,9 +213,11 @@ class TableServers:
         facts = {"ranks": runtime.size, "servers": servers, "redo_nbytes": redo}
 
         def prepare(segment: Segment) -> None:
-            Control(segment, **facts).create()
+            SessionControl(segment, **facts).create()
 
-        control = runtime.segment(Control.nbytes(**facts), "table servers", prepare=prepare, keeps_descriptor=True)
+        control = runtime.segment(
+            SessionControl.nbytes(**facts), "table servers", prepare=prepare, keeps_descriptor=True
+        )
         capacity = 1 << needed.bit_length()
         # Pages that are not written take no memory.
         slots = runtime.segment(capacity * self._ring * runtime.size, "table updates", keeps_descriptor=True)
@@ -262,7 +264,7 @@ class TableServers:
             self._page.publish([*self._page.sessions()[1], found.as_json()][-_MOST_SESSIONS:])
         own_slots = slots.tensor(runtime.rank * self._ring * capacity, (self._ring, capacity)).unbind()
         self._session = _Session(
-            Control(control, **facts), own_slots, capacity, ready, self._addresses(ready), kept=[control, slots]
+            SessionControl(control, **facts), own_slots, capacity, ready, self._addresses(ready), kept=[control, slots]
         )
         return self._session
 
