@@ -8,7 +8,7 @@ import pytest
 
 from launcher import Launcher
 from unisono.drill.comparison import differences
-from unisono.drill.job_log import EVENTS, RunLog
+from unisono.drill.job_log import EVENTS, JobLog
 from unisono.drill.plan import KINDS, Change, Fault, draw_plan
 
 SCRIPT = """
@@ -172,7 +172,7 @@ def log_of(folder, *losses, ends=()):
     for rank, model in enumerate(ends):
         line = {"total_steps": len(losses), "digests": {"model": model}}
         (folder / f"end-{rank}.jsonl").write_text(f"{json.dumps(line)}\n")
-    log = RunLog(folder)
+    log = JobLog(folder)
     log.read()
     return log
 

@@ -14,7 +14,7 @@ import click
 
 from unisono.drill.drill import Outcome, RunFacts
 from unisono.drill.injector import Resize, Strike
-from unisono.drill.job_log import RunLog
+from unisono.drill.job_log import JobLog
 from unisono.drill.table import heading, table_row
 from unisono.launch.output.streams import wants_colour
 from unisono.text import clip
@@ -45,7 +45,7 @@ class Screen:
         """Print what the drill does."""
         self._say(click.style("unisono drill", bold=True) + f": {what}")
 
-    def running(self, name: str, log: RunLog, done: Sequence[Strike | Resize]) -> None:
+    def running(self, name: str, log: JobLog, done: Sequence[Strike | Resize]) -> None:
         """Show how far a run has come."""
         now_s = time.monotonic()
         if not self._is_live or now_s < self._shown_s + _REFRESH_S:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.data.settings import LoaderSettings
-from unisono.data.workers import Workers, warn_on_stderr
+from unisono.data.workers import LoaderWorkers, warn_on_stderr
 from unisono.errors import DataError
 from unisono.text import a_type
 
@@ -100,7 +100,7 @@ def read_ahead(
     """
     if not settings.workers:
         return iter(stream)
-    return iter(Workers(stream, tasks=None, number=1, pin_memory=settings.pin_memory, tell=tell))
+    return iter(LoaderWorkers(stream, tasks=None, number=1, pin_memory=settings.pin_memory, tell=tell))
 
 
 def _positive_length(dataset: Any) -> int:

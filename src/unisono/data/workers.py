@@ -1,7 +1,7 @@
 """Worker processes of torch's DataLoader that read ahead, and reports of slow or dead ones with their samples.
 
 A slow worker is reported and waited for. A dead one is an error that names it, its samples, and a lack of memory if the
-kernel counted one. Start reading at `Workers.__iter__`.
+kernel counted one. Start reading at `LoaderWorkers.__iter__`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unisono.errors import DataError
 from unisono.memory import evidence, read_counters
 from unisono.text import list_first
 
-__all__ = ["PATIENCE_S", "TaskReader", "Workers", "warn_on_stderr"]
+__all__ = ["PATIENCE_S", "LoaderWorkers", "TaskReader", "warn_on_stderr"]
 
 PATIENCE_S = 60.0
 """Seconds of waiting for a worker until a report; the next ones follow after twice, four times, ... this time."""
@@ -48,7 +48,7 @@ def warn_on_stderr(message: str) -> None:
         print(f"unisono: warning: {message}", file=sys.stderr, flush=True)
 
 
-class Workers:
+class LoaderWorkers:
     """Worker processes of torch's DataLoader.
 
     Args:
@@ -89,7 +89,7 @@ class Workers:
             generator=torch.Generator(),
         )
         self._iterator: Any = None
-        self._end: weakref.finalize[..., Workers] | None = None
+        self._end: weakref.finalize[..., LoaderWorkers] | None = None
         self._before = read_counters()
         self._awaited: int | None = None
         """The worker that is waited for; None: all, which finish what they read for an epoch that was left."""
@@ -251,8 +251,8 @@ class TaskReader:
         noting: Callable[[], NoteSamples | None] = lambda: None,
     ) -> None:
         self._fetcher, self._tasks, self._noting = fetcher, tasks, noting
-        self._start = partial(Workers, fetcher, tasks=tasks, tell=tell, patience_s=patience_s)
-        self._workers: Workers | None = None
+        self._start = partial(LoaderWorkers, fetcher, tasks=tasks, tell=tell, patience_s=patience_s)
+        self._workers: LoaderWorkers | None = None
 
     def __iter__(self) -> Iterator[tuple[Task, list[Any]]]:
         """Return an iterator over the tasks and the micro-batches of each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from unisono.drill.job_log import RunLog, Step
+from unisono.drill.job_log import JobLog, Step
 from unisono.text import list_first, name_ranks
 
 __all__ = ["differences"]
@@ -18,7 +18,7 @@ _PARTS = {
 }
 
 
-def differences(calm: RunLog, other: RunLog, *, may_miss: int = 0) -> list[str]:
+def differences(calm: JobLog, other: JobLog, *, may_miss: int = 0) -> list[str]:
     """Return how a run differs from a calm one, as sentences without a full stop; none if all bits are equal.
 
     Args:
@@ -31,7 +31,7 @@ def differences(calm: RunLog, other: RunLog, *, may_miss: int = 0) -> list[str]:
     return found + _ends(calm, other)
 
 
-def _steps(calm: RunLog, other: RunLog, may_miss: int) -> list[str]:
+def _steps(calm: JobLog, other: JobLog, may_miss: int) -> list[str]:
     missing = sorted(calm.steps.keys() - other.steps.keys())
     added = sorted(other.steps.keys() - calm.steps.keys())
     for step in sorted(calm.steps.keys() & other.steps.keys()):
@@ -58,7 +58,7 @@ def _shown(value: str | None) -> str:
     return "none" if value is None else str(json.loads(value))
 
 
-def _evaluations(calm: RunLog, other: RunLog, may_miss: int) -> list[str]:
+def _evaluations(calm: JobLog, other: JobLog, may_miss: int) -> list[str]:
     one, two = calm.evaluations, other.evaluations
     if len(one) != len(two):
         return [] if may_miss else [f"the one run makes {len(one)} evaluations, the other {len(two)}"]
@@ -68,7 +68,7 @@ def _evaluations(calm: RunLog, other: RunLog, may_miss: int) -> list[str]:
     return []
 
 
-def _ends(calm: RunLog, other: RunLog) -> list[str]:
+def _ends(calm: JobLog, other: JobLog) -> list[str]:
     expected, ends = next(iter(calm.ends().values()), {}), other.ends()
     apart: dict[str, list[int]] = {}
     for rank, parts in ends.items():
@@ -86,5 +86,5 @@ def _name_steps(steps: list[int]) -> str:
     return f"step{'s' * (len(steps) > 1)} {list_first(steps, 3)}"
 
 
-def _count(log: RunLog) -> str:
+def _count(log: JobLog) -> str:
     return f"{len(log.steps)} step{'s' * (len(log.steps) != 1)}"

@@ -11,7 +11,7 @@ from typing import Protocol
 from unisono.drill.comparison import differences
 from unisono.drill.errors import DrillFailedError, NoDrillError
 from unisono.drill.injector import Injector, Resize, Strike, refuse
-from unisono.drill.job_log import RunLog
+from unisono.drill.job_log import JobLog
 from unisono.drill.job_process import JobProcess, report_of
 from unisono.drill.plan import Change, Fault, draw_plan
 from unisono.launch import LaunchJob
@@ -58,7 +58,7 @@ class Outcome:
 class Reporter(Protocol):
     """Shows the progress of a drill."""
 
-    def running(self, name: str, log: RunLog, done: Sequence[Strike | Resize]) -> None:
+    def running(self, name: str, log: JobLog, done: Sequence[Strike | Resize]) -> None:
         """Show how far a run has come, and what has been injected so far. It may be called often."""
 
     def ended(self, facts: RunFacts, remark: str) -> None:
@@ -135,7 +135,7 @@ class Drill:
         outcome.differences = differences(first, disturbed, may_miss=may_miss)
         return outcome
 
-    def _draw(self, calm: RunLog) -> list[Fault | Change]:
+    def _draw(self, calm: JobLog) -> list[Fault | Change]:
         steps, most, program = len(calm.steps), calm.virtual_ranks, self._job.target
         if (size := max(self._sizes, default=0)) > most:
             raise NoDrillError(
@@ -156,10 +156,10 @@ class Drill:
             )
         return plan
 
-    def _calm(self, name: str) -> tuple[RunLog, RunFacts]:
+    def _calm(self, name: str) -> tuple[JobLog, RunFacts]:
         """Run the script undisturbed."""
         process = self._start(name, replace(self._job, stuck_timeout_s=None))
-        log, asked_s = RunLog(process.folder), 0.0
+        log, asked_s = JobLog(process.folder), 0.0
 
         def look() -> float:
             nonlocal asked_s
@@ -175,10 +175,10 @@ class Drill:
             )
         return log, facts
 
-    def _disturbed(self, plan: Sequence[Fault | Change], calm: RunLog, calm_s: float) -> RunLog:
+    def _disturbed(self, plan: Sequence[Fault | Change], calm: JobLog, calm_s: float) -> JobLog:
         name, outcome = "disturbed run", self.outcome
         process = self._start(name, replace(self._job, stuck_timeout_s=outcome.stuck_s))
-        log = RunLog(process.folder)
+        log = JobLog(process.folder)
         injector = Injector(
             plan,
             process=process,
@@ -207,7 +207,7 @@ class Drill:
         return JobProcess(job, environment=self._environment, folder=folder)
 
     def _follow(
-        self, process: JobProcess, log: RunLog, name: str, tick: _Tick, done: Sequence[Strike | Resize] = ()
+        self, process: JobProcess, log: JobLog, name: str, tick: _Tick, done: Sequence[Strike | Resize] = ()
     ) -> RunFacts:
         """Wait for the end of a run."""
         begin_s = time.monotonic()

@@ -10,7 +10,7 @@ from typing import Any
 
 from unisono.drill.errors import DrillFailedError
 from unisono.drill.faults import inject, send
-from unisono.drill.job_log import RunLog
+from unisono.drill.job_log import JobLog
 from unisono.drill.job_process import JobProcess
 from unisono.drill.plan import KINDS, Change, Fault
 
@@ -90,7 +90,7 @@ class Injector:
         plan: Sequence[Fault | Change],
         *,
         process: JobProcess,
-        log: RunLog,
+        log: JobLog,
         steps: int,
         step_s: float,
         patience_s: float,

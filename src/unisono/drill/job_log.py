@@ -1,6 +1,6 @@
 """What a run of a drill has told in its folder: events, recoveries, and the state of each rank at the end.
 
-It can be read while the run goes on. Start reading at `RunLog`.
+It can be read while the run goes on. Start reading at `JobLog`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = ["EVENTS", "REPLACED", "RunLog"]
+__all__ = ["EVENTS", "REPLACED", "JobLog"]
 
 EVENTS, REPLACED = "events.jsonl", "replaced.jsonl"
 """The files with the events of the Trainer, and with what the launcher tells about replaced ranks."""
@@ -23,7 +23,7 @@ Step = tuple[tuple[str, str], ...]
 """These fields of a step with their values as JSON, which has all digits."""
 
 
-class RunLog:
+class JobLog:
     """The log of one run.
 
     Args:

@@ -17,7 +17,7 @@ from unisono.collectives.world import World
 from unisono.watch import EventLog
 from unisono.watch.event_kinds import StepParts
 
-__all__ = ["Schedule", "StepClock"]
+__all__ = ["MeasuringSchedule", "StepClock"]
 
 _EVERY_S = 1.0
 """Seconds between two exchanges."""
@@ -30,7 +30,7 @@ _FIRST = 8
 _STRIDES = (1, 3, 7, 13, 31, 61, 127)
 
 
-class Schedule(NamedTuple):
+class MeasuringSchedule(NamedTuple):
     """When ranks measure and exchange their times, as rank 0 hands it out."""
 
     exchange_at: int
@@ -39,7 +39,7 @@ class Schedule(NamedTuple):
     """One step in so many is measured, and the last one before the exchange; 0 for none, and no exchange follows."""
 
     @classmethod
-    def following(cls, done: int, *, steps: int, step_s: float) -> Schedule:
+    def following(cls, done: int, *, steps: int, step_s: float) -> MeasuringSchedule:
         """Return the schedule that follows an exchange. Pure.
 
         Args:
@@ -47,10 +47,12 @@ class Schedule(NamedTuple):
             steps: Steps since the exchange before.
             step_s: Seconds of one of them.
 
-        >>> Schedule.following(100, steps=8, step_s=0.001), Schedule.following(100, steps=900, step_s=0.001)
-        (Schedule(exchange_at=164, stride=31), Schedule(exchange_at=1100, stride=31))
-        >>> Schedule.following(100, steps=8, step_s=3.0)
-        Schedule(exchange_at=101, stride=1)
+        >>> MeasuringSchedule.following(100, steps=8, step_s=0.001)
+        MeasuringSchedule(exchange_at=164, stride=31)
+        >>> MeasuringSchedule.following(100, steps=900, step_s=0.001)
+        MeasuringSchedule(exchange_at=1100, stride=31)
+        >>> MeasuringSchedule.following(100, steps=8, step_s=3.0)
+        MeasuringSchedule(exchange_at=101, stride=1)
         """
         wanted = max(1, min(round(_EVERY_S / max(step_s, 1e-6)), _FIRST * max(1, steps)))
         stride = next((each for each in _STRIDES if each * step_s >= _MEASURED_S), _STRIDES[-1])
@@ -158,12 +160,12 @@ class StepClock:
 
         Traffic: an all-gather of 112 bytes.
         """
-        schedule = Schedule(0, 0)
+        schedule = MeasuringSchedule(0, 0)
         if world.rank == 0 and self._log.hears("times"):
             steps, sums = self._done - self._exchanged_at, self._sums
-            schedule = Schedule(self._done + _FIRST, 1)
+            schedule = MeasuringSchedule(self._done + _FIRST, 1)
             if sums.steps and steps > 0:
-                schedule = Schedule.following(self._done, steps=steps, step_s=sums.seconds / sums.steps)
+                schedule = MeasuringSchedule.following(self._done, steps=steps, step_s=sums.seconds / sums.steps)
         found = world.gather_numbers([*schedule, *self._sums, *self._last])
         self._exchange_at, self._stride = (round(number) for number in found[0][:2])
         self._exchanged_at, self.is_due = self._done, False

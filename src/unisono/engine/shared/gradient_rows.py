@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.engine.node_sums import Gradients
 from unisono.engine.norm import dense_strides
-from unisono.engine.shared.parameter_arena import TensorLayout
+from unisono.engine.shared.parameter_arena import ArenaLayout
 from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.tree_all_reduce import NodeLayout
@@ -56,7 +56,7 @@ class GradientRows(ABC, Generic[_Plan]):
         self.rank, self.parts, self.widest = runtime.rank, parts, widest
         self.strides = [dense_strides(p) for p in parameters]
         """The strides of each parameter's gradient."""
-        self._layout = TensorLayout(parameters)
+        self._layout = ArenaLayout(parameters)
         self._segment = runtime.segment((self._count_rows() + spare) * self._layout.nbytes, "gradients")
         self._first = 0
         """The place of the first row."""

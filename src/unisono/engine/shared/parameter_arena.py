@@ -21,10 +21,10 @@ from unisono.engine.step_transaction import StepTransaction
 from unisono.errors import UnisonoError
 from unisono.shm.segment import Segment, aligned
 
-__all__ = ["LoadStateDictHook", "SharedParameters", "TensorLayout"]
+__all__ = ["ArenaLayout", "LoadStateDictHook", "SharedParameters"]
 
 
-class TensorLayout:
+class ArenaLayout:
     """The places of tensors in a segment: in sequence, aligned, and each like one of some given tensors."""
 
     def __init__(self, likes: Sequence[Tensor]) -> None:
@@ -84,7 +84,7 @@ class _Arena:
         self, runtime: SharedRuntime, step: StepTransaction, trained: Trained, unwatched: Collection[int]
     ) -> None:
         self.names, self.parameters = trained
-        layout = TensorLayout(self.parameters)
+        layout = ArenaLayout(self.parameters)
         segment = runtime.segment(layout.nbytes, "weights")
         self.vectors = [layout.vector(segment, i, 0, p.numel()) for i, p in enumerate(self.parameters)]
         if runtime.rank == 0:
