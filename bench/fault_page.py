@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.faults import BATCH, CHECKPOINT_EVERY, HANG_S, PATIENCE_S, RANKS, STEPS, FaultOutcome
-from unisono.drill.plan import KINDS
+from unisono.drill.fault_plan import KINDS
 
 __all__ = ["fault_page", "fault_tables"]
 

@@ -14,7 +14,7 @@ from bench.errors import CannotRun
 from bench.measure import Effort
 from bench.step_log import dropped, repeated
 from bench.systems import TORCHFT_MISSING, System, has_torchft, torchft, torchrun, unisono
-from unisono.drill.plan import KINDS
+from unisono.drill.fault_plan import KINDS
 
 __all__ = ["BATCH", "CHECKPOINT_EVERY", "HANG_S", "PATIENCE_S", "RANKS", "STEPS", "FaultOutcome", "outcomes", "systems"]
 

@@ -27,10 +27,10 @@ from torch.nn import functional as F
 
 from bench.measure import Effort, in_turn
 from bench.rows import Goal, Row, summarise
-from unisono.parallel.pipeline.automatic import divide, measure_places
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.plan_cache import PlanCache
 from unisono.parallel.pipeline.stage import Gradients, Stage, StagePass
+from unisono.parallel.pipeline.stage_division import divide, measure_places
 from unisono.trainer.setup import keep_freed_memory
 
 __all__ = ["run"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from unisono import metrics as metrics
     from unisono import parallel as parallel
     from unisono.data.seeding import seed_everything
-    from unisono.engine.local_steps.settings import DiLoCo, LocalSGD
+    from unisono.engine.local_steps.sync_settings import DiLoCo, LocalSGD
     from unisono.job.current import Job
     from unisono.job.initialize import init
     from unisono.job.ranks import is_main, local_rank, local_world_size, node_rank, rank, world_size
@@ -64,9 +64,9 @@ __all__ = [
 _HOMES = {
     "Carried": "unisono.trainer.carried",
     "Checkpoints": "unisono.state.policy",
-    "DiLoCo": "unisono.engine.local_steps.settings",
+    "DiLoCo": "unisono.engine.local_steps.sync_settings",
     "Job": "unisono.job.current",
-    "LocalSGD": "unisono.engine.local_steps.settings",
+    "LocalSGD": "unisono.engine.local_steps.sync_settings",
     "Average": "unisono.metrics.average",
     "RunLog": "unisono.rank_zero.run_log",
     "Sum": "unisono.parallel.losses",

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from launcher import Launcher
-from unisono.drill.comparison import differences
+from unisono.drill.differences import differences
+from unisono.drill.fault_plan import KINDS, Change, Fault, draw_plan
 from unisono.drill.job_log import EVENTS, JobLog
-from unisono.drill.plan import KINDS, Change, Fault, draw_plan
 
 SCRIPT = """
 import time, torch, unisono

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from unisono.collectives import object_transport as transport
-from unisono.collectives.arrivals import read_payload
 from unisono.collectives.framing import read_envelope, write_envelope
 from unisono.collectives.group import SINGLE_PROCESS
+from unisono.collectives.received import read_payload
 from unisono.collectives.serialization import serialize
 
 _CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 
 from unisono.data import loader
 from unisono.data.fetch import Fetcher, Part, Task
-from unisono.data.settings import LoaderSettings
-from unisono.data.workers import TaskReader
+from unisono.data.loader_settings import LoaderSettings
+from unisono.data.loader_workers import TaskReader
 from unisono.errors import DataError
 
 TASKS = [Task(0, step, 10, [Part(0, 0, [*range(10 * step, 10 * step + 10)])]) for step in range(4)]
@@ -134,8 +134,8 @@ import os
 from torch.utils.data import TensorDataset
 import torch
 from unisono.data.fetch import Fetcher, Part, Task
-from unisono.data.settings import LoaderSettings
-from unisono.data.workers import TaskReader
+from unisono.data.loader_settings import LoaderSettings
+from unisono.data.loader_workers import TaskReader
 
 gates = []
 gate = os.path.join(os.path.dirname(__file__), "gate")

@@ -18,7 +18,7 @@ import unisono
 from ports import free_port
 from unisono.errors import GroupError, LaunchError, RankMismatchError
 from unisono.job.current import require_group
-from unisono.job.hosts import choose_backend, place_on_hosts
+from unisono.job.local_ranks import choose_backend, place_on_hosts
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROGRAM, AGAIN = PROGRAMS / "job.py", PROGRAMS / "again.py"

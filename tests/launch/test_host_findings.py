@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from unisono.launch.host_check.check_table import table_of
 from unisono.launch.host_check.facts import HostFacts
 from unisono.launch.host_check.findings import Findings, find
 from unisono.launch.host_check.links import Link
-from unisono.launch.host_check.table import table_of
 
 GOOD = Link(round_trip_s=1e-4, clock_offset_s=0.0, bytes_per_s=1.2e9)
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from unisono.launch.hosts import token as handshake
+from unisono.launch.hosts import shared_token as handshake
 
 TOKEN, OTHER = "a" * 64, "b" * 64
 

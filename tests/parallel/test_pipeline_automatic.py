@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.parallel.pipeline.automatic import divide, measure_places
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.candidates import find_places
 from unisono.parallel.pipeline.measuring import measure_segments
+from unisono.parallel.pipeline.stage_division import divide, measure_places
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.expectation import expect, fastest, least_step, more_micro_batches
 from unisono.parallel.pipeline.schedule import StageCost, make_schedule
-from unisono.parallel.pipeline.timeline import simulate
+from unisono.parallel.pipeline.schedule_timeline import simulate
 
 
 def row(*seconds, state_nbytes=0, activation_nbytes=0):

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from unisono.parallel.pipeline.schedule import SCHEDULES, Schedule, StageCost, check_schedule, make_schedule
-from unisono.parallel.pipeline.timeline import draw, simulate
+from unisono.parallel.pipeline.schedule_timeline import draw, simulate
 
 EQUAL = StageCost(1.0, 1.0, 1.0)
 

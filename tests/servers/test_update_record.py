@@ -11,8 +11,8 @@ from unisono.embedding import Adam, RowwiseAdagrad
 from unisono.embedding.row_memory import RowStore
 from unisono.server_page import ServerPage
 from unisono.servers import SessionControl, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
-from unisono.servers.placement import owned
 from unisono.servers.record import SegmentRecord, TensorRecord
+from unisono.servers.row_placement import owned
 from unisono.servers.server import Server, redo_nbytes
 from unisono.shm.segment import Segment
 

@@ -21,10 +21,10 @@ from unisono.cli import reading
 from unisono.cli.drill_screen import Screen
 from unisono.cli.flags import Flag, FlagCommand, Reader
 from unisono.cli.run import FLAGS, environment_of, job_of, run
-from unisono.drill.drill import Drill, Outcome
-from unisono.drill.errors import DrillFailedError, NoDrillError
+from unisono.drill.drill_errors import DrillFailedError, NoDrillError
+from unisono.drill.fault_plan import KINDS
 from unisono.drill.injector import Resize, Strike
-from unisono.drill.plan import KINDS
+from unisono.drill.run_drill import Drill, Outcome
 from unisono.errors import LaunchError
 from unisono.launch import LaunchJob, check_target
 from unisono.launch.launch_job import Output

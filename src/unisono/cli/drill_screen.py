@@ -12,10 +12,10 @@ from statistics import median
 
 import click
 
-from unisono.drill.drill import Outcome, RunFacts
+from unisono.drill.fault_table import heading, table_row
 from unisono.drill.injector import Resize, Strike
 from unisono.drill.job_log import JobLog
-from unisono.drill.table import heading, table_row
+from unisono.drill.run_drill import Outcome, RunFacts
 from unisono.launch.output.streams import wants_colour
 from unisono.text import clip
 from unisono.watch.figures import format_elapsed, plural

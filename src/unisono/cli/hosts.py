@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from unisono.launch.preflight import is_this_machine
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.settings import HostSettings
+    from unisono.launch.hosts.host_settings import HostSettings
 
 __all__ = ["hosts_of"]
 
@@ -28,7 +28,7 @@ def hosts_of(given: Mapping[str, Any]) -> HostSettings | None:
     if most == 1:
         _check_one(given)
         return None
-    from unisono.launch.hosts.settings import NO_ID, HostSettings, read_conf  # noqa: PLC0415  not needed on one machine
+    from unisono.launch.hosts.host_settings import NO_ID, HostSettings, read_conf  # noqa: PLC0415  not needed on one machine
 
     if given["standalone"]:
         raise ValueError(f"--standalone is for one machine, and --nnodes says {most}: leave one out")
@@ -59,7 +59,7 @@ def hosts_of(given: Mapping[str, Any]) -> HostSettings | None:
 
 
 def _read_token(path: Path) -> str:
-    from unisono.launch.hosts.token import read_token  # noqa: PLC0415  few jobs have one
+    from unisono.launch.hosts.shared_token import read_token  # noqa: PLC0415  few jobs have one
 
     try:
         return read_token(path)

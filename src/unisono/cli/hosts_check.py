@@ -46,9 +46,9 @@ def check(**given: Any) -> int:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     # Not at the top: they import torch.
+    from unisono.launch.host_check.check_table import table_of  # noqa: PLC0415
     from unisono.launch.host_check.facts import own_facts  # noqa: PLC0415
     from unisono.launch.host_check.findings import find  # noqa: PLC0415
-    from unisono.launch.host_check.table import table_of  # noqa: PLC0415
 
     if settings is None:
         facts = [own_facts(address="", interface="")]

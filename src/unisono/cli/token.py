@@ -18,7 +18,7 @@ def token(file: Path) -> int:
 
     Only you can read the file. Copy it to all machines of the job, for example with scp.
     """
-    from unisono.launch.hosts.token import make_token  # noqa: PLC0415  other commands do not need it
+    from unisono.launch.hosts.shared_token import make_token  # noqa: PLC0415  other commands do not need it
 
     try:
         make_token(file)

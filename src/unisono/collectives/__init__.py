@@ -10,7 +10,7 @@ Files, in reading order:
     reductions.py          all_reduce, reduce, reduce_scatter
     send_recv.py           messages between two ranks, and the barrier
     group.py               facts about a process group: its ranks, and the devices that its backend supports
-    serialization.py, framing.py, object_transport.py, arrivals.py
+    serialization.py, framing.py, object_transport.py, received.py
                            values to payloads and back, envelopes, the transport of both, and the checks of what arrives
     structure.py, reduce_ops.py, argument_checks.py
                            leaves of structures, operations, errors of wrong arguments

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from unisono.collectives import object_transport
 from unisono.collectives import tensor_collectives as tensors
-from unisono.collectives.arrivals import Received
 from unisono.collectives.differentiable import SendBack, attach
 from unisono.collectives.group import Group
 from unisono.collectives.object_transport import FailedSend
+from unisono.collectives.received import Received
 from unisono.collectives.serialization import NOT_FOLLOWED, Payload, serialize
 from unisono.errors import RankMismatchError
 from unisono.text import name_ranks

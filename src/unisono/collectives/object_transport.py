@@ -17,14 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.arrivals import (
-    Received,
-    arrived_bytes,
-    check_grad_modes,
-    own_payload,
-    raise_failures,
-    read_payload,
-)
 from unisono.collectives.framing import (
     ENVELOPE_NBYTES,
     Envelope,
@@ -34,6 +26,14 @@ from unisono.collectives.framing import (
     write_envelope,
 )
 from unisono.collectives.group import Group
+from unisono.collectives.received import (
+    Received,
+    arrived_bytes,
+    check_grad_modes,
+    own_payload,
+    raise_failures,
+    read_payload,
+)
 from unisono.collectives.serialization import (
     NOT_FOLLOWED,
     Payload,

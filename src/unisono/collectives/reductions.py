@@ -17,11 +17,11 @@ from torch import Tensor
 from unisono.collectives import differentiable as followed
 from unisono.collectives import object_transport, tensor_collectives
 from unisono.collectives.argument_checks import GroupArgument, check_one_for_each, check_parts, follows
-from unisono.collectives.arrivals import check_grad_modes
 from unisono.collectives.call_description import describe, kinds_of
 from unisono.collectives.discarded import warn_if_dropped
 from unisono.collectives.group import Group, group_of
 from unisono.collectives.object_transport import FailedSend, Outgoing
+from unisono.collectives.received import check_grad_modes
 from unisono.collectives.reduce_ops import BITWISE, Op, OpName, check_dtype, combine_numbers, read_op
 from unisono.collectives.serialization import serialize
 from unisono.collectives.structure import Leaf, Parts, compare, signature, take_apart

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from unisono.data.settings import LoaderSettings
-from unisono.data.workers import LoaderWorkers, warn_on_stderr
+from unisono.data.loader_settings import LoaderSettings
+from unisono.data.loader_workers import LoaderWorkers, warn_on_stderr
 from unisono.errors import DataError
 from unisono.text import a_type
 

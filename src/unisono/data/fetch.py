@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from unisono.data.columns import Columns, collate_columns, collates_as_torch
+from unisono.data.loader_settings import LoaderSettings
 from unisono.data.sample_generators import SampleGenerators
-from unisono.data.settings import LoaderSettings
 
 __all__ = ["Fetcher", "NoteSamples", "Part", "Task"]
 

@@ -14,8 +14,8 @@ from unisono.arguments import whole
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.data.dataset import map_length, whole_batches
 from unisono.data.fetch import Fetcher, NoteSamples, Part, Task
-from unisono.data.settings import PERMUTED_TOGETHER, LoaderSettings
-from unisono.data.workers import TaskReader, warn_on_stderr
+from unisono.data.loader_settings import PERMUTED_TOGETHER, LoaderSettings
+from unisono.data.loader_workers import TaskReader, warn_on_stderr
 from unisono.plan import dealt, num_steps
 
 __all__ = ["MapLoader", "StepSamples", "TrainerLoaderSettings"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.data.settings import LoaderSettings
+from unisono.data.loader_settings import LoaderSettings
 from unisono.plan import dealt, even_range, even_steps
 
 __all__ = ["RankBatch", "RankLoaderSettings"]

@@ -19,12 +19,12 @@ from unisono.activity import TimedWait, loaded
 from unisono.arguments import whole
 from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import group_of
+from unisono.data.loader_settings import Collate
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
 from unisono.data.rank_map_source import MapSource
 from unisono.data.rank_stream_source import StreamSource
 from unisono.data.reading_ranks import check_data_of_ranks, find_rank
 from unisono.data.resume_point import ResumePoint, read_resume_point, resume_point_state
-from unisono.data.settings import Collate
 from unisono.errors import DataError
 from unisono.job.current import require_group
 from unisono.state.random import kept_generators

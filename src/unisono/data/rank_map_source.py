@@ -10,9 +10,9 @@ from typing import Any
 
 from unisono.data.dataset import map_length, whole_batches
 from unisono.data.fetch import Fetcher, Part, Task
+from unisono.data.loader_workers import TaskReader
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
 from unisono.data.resume_point import ResumePoint
-from unisono.data.workers import TaskReader
 
 __all__ = ["MapSource"]
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from unisono.data.dataset import whole_batches
+from unisono.data.loader_settings import LoaderSettings
 from unisono.data.map_loader import StepSamples
-from unisono.data.settings import LoaderSettings
 from unisono.errors import DataError
 from unisono.state.random import kept_generators
 from unisono.text import a_type

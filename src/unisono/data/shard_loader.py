@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset
 
 from unisono.data.batch import Batch, Share
 from unisono.data.dataset import read_ahead, stream_length
+from unisono.data.loader_workers import warn_on_stderr
 from unisono.data.map_loader import TrainerLoaderSettings
 from unisono.data.stream_loader import read_share
-from unisono.data.workers import warn_on_stderr
 from unisono.errors import DataError
 from unisono.plan import num_dealt
 

@@ -18,8 +18,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.data.dataset import read_ahead, stream_length, stream_samples, whole_batches
+from unisono.data.loader_workers import warn_on_stderr
 from unisono.data.map_loader import TrainerLoaderSettings
-from unisono.data.workers import warn_on_stderr
 from unisono.errors import DataError
 from unisono.plan import num_steps, owner
 

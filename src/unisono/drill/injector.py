@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.drill.errors import DrillFailedError
+from unisono.drill.drill_errors import DrillFailedError
+from unisono.drill.fault_plan import KINDS, Change, Fault
 from unisono.drill.faults import inject, send
 from unisono.drill.job_log import JobLog
 from unisono.drill.job_process import JobProcess
-from unisono.drill.plan import KINDS, Change, Fault
 
 __all__ = ["Injector", "Resize", "Strike", "refuse"]
 

@@ -210,7 +210,7 @@ def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: O
     )
 
 
-class _Passes(NamedTuple):
+class _MeasuredStep(NamedTuple):
     """One micro-batch and an update."""
 
     forward_s: float
@@ -226,7 +226,7 @@ class _Passes(NamedTuple):
 
 def _run(
     subject: Subject, batch: Any, scalar: Callable[[Any], Tensor], clock: _Clock, memory: LiveMemory | None = None
-) -> _Passes:
+) -> _MeasuredStep:
     """Run one micro-batch and an update."""
     model, optimizer, loss_fn, _ = subject
     events = memory.events if memory is not None else []
@@ -255,7 +255,7 @@ def _run(
         optimizer.step()
     except Exception as error:
         raise UserCodeError from error
-    return _Passes(forward_s, backward_s, clock() - since_s, kept, gradients, made)
+    return _MeasuredStep(forward_s, backward_s, clock() - since_s, kept, gradients, made)
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:

@@ -14,7 +14,7 @@ from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.expectation import Expectation, fastest
 from unisono.parallel.pipeline.measuring import STATE_COPIES
 from unisono.parallel.pipeline.schedule import make_schedule
-from unisono.parallel.pipeline.timeline import simulate
+from unisono.parallel.pipeline.schedule_timeline import simulate
 
 __all__ = ["Uncut", "costs_of_pipelines", "stage_counts"]
 

@@ -7,7 +7,7 @@ Files, in reading order:
     initialize.py          init(): makes a process group from the launcher's variables and the arguments of all ranks
     rendezvous.py          the rendezvous: a store that all ranks share
     store_exchange.py      exchanges of small values over it
-    hosts.py               the placement of ranks on hosts, and the backend that follows from hosts and GPUs
+    local_ranks.py         the placement of ranks on hosts, and the backend that follows from hosts and GPUs
     current.py             the current job of this process, the lookup of groups and stores, and the end of the job
     subgroups.py           groups of some of the ranks
     user_function.py       refuses collectives that only some ranks may reach, such as in a loss function

@@ -27,7 +27,7 @@ from unisono.job.connection_watch import watch_connections
 from unisono.job.current import ActiveJob, Job, active_job, current_job, refuse_lone_rank, set_active_job, store_of
 from unisono.job.default_group import make_group
 from unisono.job.group_watch import start_watch
-from unisono.job.hosts import choose_backend, own_gpu, place_on_hosts
+from unisono.job.local_ranks import choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
 from unisono.job.rejoin import begin_as_new_rank, is_new_rank
 from unisono.job.rendezvous import Rendezvous, rendezvous

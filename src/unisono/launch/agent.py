@@ -44,8 +44,8 @@ from unisono.text import name_ranks
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.addresses import HostAddresses
+    from unisono.launch.hosts.host_settings import HostPlace, HostSettings
     from unisono.launch.hosts.host_watch import HostWatch
-    from unisono.launch.hosts.settings import HostPlace, HostSettings
 
 __all__ = ["run_job"]
 

@@ -19,7 +19,7 @@ from unisono.variables import (
 )
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.settings import HostPlace
+    from unisono.launch.hosts.host_settings import HostPlace
 
 __all__ = [
     "job_environment",

@@ -42,7 +42,7 @@ from unisono.launch.linux import become_subreaper, descendants, end_descendants,
 from unisono.launch.rank_process import Program, RankFiles, RankProcess, execute, run_program, settle
 from unisono.launch.reserved_files import move_out_of_the_way
 from unisono.launch.source_scan import DYNAMO, TRAINER
-from unisono.launch.store_process import HostMember, host_store
+from unisono.launch.store_process import JoinedHosts, host_store
 from unisono.variables import EVENTS_VARIABLE, SERVER_PAGE_VARIABLE, SERVER_VARIABLE
 
 __all__ = ["main"]
@@ -302,12 +302,12 @@ class _Server:
         os._exit(0)
 
 
-def _join_hosts(hosts: dict[str, Any]) -> HostMember:
+def _join_hosts(hosts: dict[str, Any]) -> JoinedHosts:
     """Begin to meet the other hosts of the job, in the process that hosts stores."""
     # Not at the top: these import torch, or are not needed on one machine.
     from unisono.launch.hosts.addresses import HostAddresses  # noqa: PLC0415
+    from unisono.launch.hosts.host_settings import HostSettings  # noqa: PLC0415
     from unisono.launch.hosts.member import HostMember  # noqa: PLC0415
-    from unisono.launch.hosts.settings import HostSettings  # noqa: PLC0415
 
     # torch writes about each connection that another host breaks, with a stack; the agent tells it in a sentence.
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # Python's own errors are still shown

@@ -25,7 +25,7 @@ from unisono.launch.recovery_page import RecoveryPage
 from unisono.server_page import ServerPage
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.settings import HostPlace
+    from unisono.launch.hosts.host_settings import HostPlace
 
 __all__ = ["Generation"]
 

@@ -23,7 +23,7 @@ from unisono.launch.program import read_program
 from unisono.server_page import MOST_SERVERS
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.settings import HostPlace, HostSettings
+    from unisono.launch.hosts.host_settings import HostPlace, HostSettings
 
 __all__ = ["LaunchJob", "Output", "check_target"]
 

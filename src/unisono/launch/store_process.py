@@ -30,7 +30,7 @@ _CHECK_S = 0.25
 """How often to look whether other hosts can still be reached."""
 
 
-class HostMember(Protocol):
+class JoinedHosts(Protocol):
     """This host's part in a job on several hosts (`launch.hosts.member`)."""
 
     def receive(self) -> bool:
@@ -52,7 +52,7 @@ def host_store(
     agent: Channel,
     listener: socket.socket,
     scratch: str,
-    join: tuple[int, Callable[[], HostMember]] | None = None,
+    join: tuple[int, Callable[[], JoinedHosts]] | None = None,
 ) -> NoReturn:
     """Host the store until the fork server has ended; then end the processes that it left, and this one the same way.
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from unisono.collectives import object_transport
 from unisono.collectives.argument_checks import GroupArgument
-from unisono.collectives.arrivals import Received
 from unisono.collectives.call_description import describe
 from unisono.collectives.differentiable import attach
 from unisono.collectives.group import Group, group_of
 from unisono.collectives.object_gradients import replaced
 from unisono.collectives.object_transport import FailedSend, Outgoing
+from unisono.collectives.received import Received
 from unisono.collectives.serialization import FOLLOWABLE, FOLLOWED, NOT_FOLLOWED, Payload, TensorMeta, serialize
 from unisono.errors import PeerError, RankMismatchError
 from unisono.job.user_function import enter as refuse_collectives

@@ -23,10 +23,10 @@ from torch import Tensor
 from unisono.embedding.row_memory import RowStore
 from unisono.embedding.row_optimizers import RowOptimizer, change_rows, rows_per_chunk, rule_named
 from unisono.server_page import ServerPage
-from unisono.servers.control import SessionControl
 from unisono.servers.hand_over import TableUpdate, read_updates
-from unisono.servers.placement import owned
 from unisono.servers.record import SessionRecord, TensorRecord
+from unisono.servers.row_placement import owned
+from unisono.servers.session_control import SessionControl
 from unisono.shm.segment import Segment, aligned
 from unisono.variables import SERVER_PAGE_VARIABLE, SERVER_VARIABLE
 

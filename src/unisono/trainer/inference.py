@@ -12,8 +12,8 @@ from torch import nn
 
 from unisono import arguments
 from unisono.arguments import flag, text, whole
+from unisono.data.loader_settings import Collate
 from unisono.data.map_loader import MapLoader
-from unisono.data.settings import Collate
 from unisono.embedding.tables import settle
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline.cut_model import CutModel

@@ -15,10 +15,10 @@ from unisono.state.tensor_groups import TensorGroups, broadcast_groups
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.call_log import CallLog
 from unisono.trainer.evaluation_history import EvaluationHistory
+from unisono.trainer.event_log import announce_to_listeners
 from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.rank_positions import Position
-from unisono.trainer.run_log import announce_to_listeners
 from unisono.trainer.snapshot import Cursor, facts_of
 from unisono.watch import EventLog
 

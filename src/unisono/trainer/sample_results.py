@@ -80,7 +80,7 @@ class SampleResults:
         return results
 
     def _of_stages(self, cut: CutModel, batch: Batch) -> list[tuple[Share, MicroBatch, Any]]:
-        passes = _Passes(batch, self._seed, last_stage=cut.ranks.stages - 1)
+        passes = _BatchPasses(batch, self._seed, last_stage=cut.ranks.stages - 1)
         inputs = [(to_device(micro_batch.items, self._run.device),) for _, _, micro_batch in passes.parts]
         inside = enter(self._what)
         try:
@@ -93,7 +93,7 @@ class SampleResults:
         return passes.results
 
 
-class _Passes:
+class _BatchPasses:
     """Forward passes of a batch; see `runner.Passes`."""
 
     def __init__(self, batch: Batch, seed: Callable[[Batch, Share, int], None], *, last_stage: int) -> None:

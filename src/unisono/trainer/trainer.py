@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.arguments import flag, whole
 from unisono.data.batch import Batch
 from unisono.data.joined_loader import JoinedLoader, check_joined
+from unisono.data.loader_settings import Collate
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.sampled_order import check_samplers
-from unisono.data.settings import Collate
 from unisono.engine import EngineKind
 from unisono.engine.local_steps import LocalSGD
 from unisono.engine.step_fingerprint import intent_of_call
@@ -34,13 +34,13 @@ from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.by_virtual_rank import ByVirtualRank
 from unisono.trainer.epoch_batches import EpochBatches
+from unisono.trainer.event_log import announce, open_log, warn_of_rank
 from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import lone_samples_warning
 from unisono.trainer.recoverable_run import RecoverableRun
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.resume import Resume
-from unisono.trainer.run_log import announce, open_log, warn_of_rank
 from unisono.trainer.run_status import RunStatus
 from unisono.trainer.settings import REQUIRED, TrainerSettings
 from unisono.trainer.setup import check_step_options, no_loss_function

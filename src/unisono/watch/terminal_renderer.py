@@ -37,7 +37,7 @@ _ECHO = 3
 _SHORT_RATE, _TIME = len("    1,000/s"), len("  0:00:00")
 
 
-class _Mark(NamedTuple):
+class _Redraw(NamedTuple):
     """The progress of an epoch at a redraw."""
 
     time_s: float
@@ -66,7 +66,7 @@ class TerminalRenderer:
         self._saved_s = -math.inf
         self._tail_width = len("0:00:00 left")
         self._number: int | None = None
-        self._window: deque[_Mark] = deque(maxlen=_WINDOW)
+        self._window: deque[_Redraw] = deque(maxlen=_WINDOW)
         self._indent = 0
         self._value_widths: dict[str, int] = {}
         """The widest text of each further value: a column stays where it is."""
@@ -98,7 +98,7 @@ class TerminalRenderer:
         if epoch.number != self._number:
             self._number = epoch.number
             self._window.clear()
-        self._window.append(_Mark(epoch.latest_s, epoch.items, epoch.done, epoch.losses, epoch.values))
+        self._window.append(_Redraw(epoch.latest_s, epoch.items, epoch.done, epoch.losses, epoch.values))
         self._show(self._row(epoch, now_s))
 
     def stood(self, epoch: EpochView) -> None:
@@ -245,7 +245,7 @@ class TerminalRenderer:
         done, odd = divmod(min(2 * width, int(2 * width * fraction)), 2)
         return [(whole * done + half * odd, "cyan"), (rest * (width - done - odd), "bright_black")]
 
-    def _pace(self, epoch: EpochView, mark: _Mark) -> tuple[float | None, float | None]:
+    def _pace(self, epoch: EpochView, mark: _Redraw) -> tuple[float | None, float | None]:
         """Return items per second and seconds left by the last redraws: the rate may change in a long epoch."""
         span_s = epoch.latest_s - mark.time_s
         if span_s <= 0 or epoch.done <= mark.done:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from unisono.collectives.world import World
-from unisono.engine.local_steps.settings import LocalSGD, workers_of
+from unisono.engine.local_steps.sync_settings import LocalSGD, workers_of
 
 __all__ = ["Workers"]
 

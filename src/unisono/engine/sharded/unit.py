@@ -27,7 +27,7 @@ from unisono.plan.alignment import BUFFER_NUMEL, align_up
 __all__ = ["PieceLayout", "ShardedUnit"]
 
 
-class _Place(NamedTuple):
+class _PieceRange(NamedTuple):
     """The place of a piece in a vector of bytes."""
 
     piece: Piece
@@ -45,7 +45,7 @@ class PieceLayout:
 
     def __init__(self, pieces: Sequence[Piece], dtypes: Sequence[torch.dtype]) -> None:
         self.pieces = tuple(pieces)
-        places: dict[Piece, _Place] = {}
+        places: dict[Piece, _PieceRange] = {}
         runs: list[tuple[torch.dtype, int, int]] = []
         offset = 0
         for dtype in dict.fromkeys(dtypes[piece.parameter] for piece in pieces):
@@ -53,7 +53,7 @@ class PieceLayout:
             for piece in pieces:
                 if dtypes[piece.parameter] is dtype:
                     stop = offset + (piece.stop - piece.start) * dtype.itemsize
-                    places[piece] = _Place(piece, offset, stop)
+                    places[piece] = _PieceRange(piece, offset, stop)
                     offset += align_up(stop - offset, BUFFER_NUMEL * dtype.itemsize)
             offset = align_up(offset, 1024)  # where an element of any dtype may begin
             runs.append((dtype, first, offset))

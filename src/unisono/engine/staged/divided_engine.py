@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.engine.base import Preparation, Trained
-from unisono.engine.sharded.engine import PartOfGradient, ShardedEngine, prepare_parts, update_parts
-from unisono.engine.staged.engine import StagedEngine
+from unisono.engine.sharded.sharded_engine import PartOfGradient, ShardedEngine, prepare_parts, update_parts
 from unisono.engine.staged.stage_divisions import StageDivisions
 from unisono.engine.staged.stage_map import StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
+from unisono.engine.staged.staged_engine import StagedEngine
 from unisono.engine.step_transaction import StepTransaction
 
 __all__ = ["DividedStagedEngine"]

@@ -20,11 +20,11 @@ from unisono.launch.host_check.facts import HostFacts, own_facts
 from unisono.launch.host_check.findings import pair_rounds
 from unisono.launch.host_check.links import Link, LinkServer, measure_link
 from unisono.launch.hosts.addresses import HostAddresses
-from unisono.launch.hosts.comparison import find_difference
 from unisono.launch.hosts.endpoint import HostRefusedError
+from unisono.launch.hosts.host_differences import find_difference
+from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.hosts.meeting import Meeting, meet
 from unisono.launch.hosts.name_wait import await_addresses
-from unisono.launch.hosts.settings import HostSettings
 from unisono.machine import host_id
 
 __all__ = ["HostCheck"]

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from unisono.launch.hosts.endpoint import listen
-from unisono.launch.hosts.token import TokenError, accept, introduce
+from unisono.launch.hosts.shared_token import TokenError, accept, introduce
 
 __all__ = ["Link", "LinkServer", "measure_link"]
 

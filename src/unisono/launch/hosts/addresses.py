@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import LaunchError
-from unisono.launch.hosts.settings import HostSettings
+from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.preflight import is_this_machine
 
 __all__ = ["HostAddresses", "NameUnknownError", "find_addresses"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.launch.hosts.comparison import find_difference
+from unisono.launch.hosts.host_differences import find_difference
+from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.hosts.roster import Roster
-from unisono.launch.hosts.settings import HostSettings
 
 __all__ = ["answer_newcomer"]
 

@@ -19,8 +19,8 @@ from typing import Any
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.endpoint import guard_store, listen
 from unisono.launch.hosts.guarded_port import LocalPort
+from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.hosts.own_store import connect
-from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.hosts.term import STORE_ERRORS
 from unisono.tcp_store import LOOPBACK, serve_store
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from unisono.launch.hosts.addresses import HostAddresses
-from unisono.launch.hosts.comparison import find_difference
 from unisono.launch.hosts.endpoint import HostRefusedError
+from unisono.launch.hosts.host_differences import find_difference
+from unisono.launch.hosts.host_settings import HostPlace, HostSettings
 from unisono.launch.hosts.late_host import Admission, JobRunsError, knock
 from unisono.launch.hosts.meeting import Meeting, meet
 from unisono.launch.hosts.own_store import OwnStore
-from unisono.launch.hosts.settings import HostPlace, HostSettings
 from unisono.launch.hosts.term import STORE_ERRORS
 
 __all__ = ["arrive"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from unisono.launch.hosts.settings import HostSettings
+from unisono.launch.hosts.host_settings import HostSettings
 
 __all__ = ["Arrivals"]
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from unisono.launch.hosts.guarded_port import LocalPort
+from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.hosts.own_store import connect
 from unisono.launch.hosts.quorum import succession
 from unisono.launch.hosts.roster import Roster
-from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.hosts.term import STORE_ERRORS
 
 __all__ = ["Election", "Verdict", "silence"]

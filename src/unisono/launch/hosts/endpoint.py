@@ -13,8 +13,8 @@ from typing import Any
 
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.guarded_port import GuardedPort, LocalPort
-from unisono.launch.hosts.settings import HostSettings
-from unisono.launch.hosts.token import TokenError, introduce, sends_greeting
+from unisono.launch.hosts.host_settings import HostSettings
+from unisono.launch.hosts.shared_token import TokenError, introduce, sends_greeting
 from unisono.tcp_store import serve_store
 
 __all__ = ["Door", "HostRefusedError", "guard_store", "listen", "open_door"]

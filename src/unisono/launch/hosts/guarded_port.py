@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from unisono.launch.hosts.token import TokenError, accept, introduce
+from unisono.launch.hosts.shared_token import TokenError, accept, introduce
 
 __all__ = ["GuardedPort", "LocalPort", "refuses"]
 

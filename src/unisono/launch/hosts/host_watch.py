@@ -18,8 +18,8 @@ from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.hosts.host_hangs import HostHangs
 from unisono.launch.hosts.host_replacing import HostReplacing
+from unisono.launch.hosts.host_settings import HostPlace
 from unisono.launch.hosts.job_hosts import JobHosts
-from unisono.launch.hosts.settings import HostPlace
 from unisono.launch.job_shutdown import JobShutdown
 from unisono.launch.output.relay import Relay
 from unisono.launch.replacing import Replacing

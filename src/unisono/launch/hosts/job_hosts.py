@@ -15,7 +15,7 @@ from typing import Any
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.hosts.addresses import HostAddresses
-from unisono.launch.hosts.settings import HostPlace, HostSettings
+from unisono.launch.hosts.host_settings import HostPlace, HostSettings
 
 __all__ = ["HostReport", "JobHosts"]
 

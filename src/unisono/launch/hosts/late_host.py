@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from unisono.launch.hosts.announcement import KNOCK, running_prefix
 from unisono.launch.hosts.endpoint import HostRefusedError
+from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.hosts.own_store import connect, way_to
-from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.hosts.term import STORE_ERRORS
 from unisono.tcp_store import LOOPBACK
 

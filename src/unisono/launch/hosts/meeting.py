@@ -29,8 +29,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.arrivals import Arrivals
 from unisono.launch.hosts.endpoint import Door, HostRefusedError, listen, open_door
+from unisono.launch.hosts.host_settings import HostPlace, HostSettings
 from unisono.launch.hosts.late_host import JobRunsError, unless_job_runs
-from unisono.launch.hosts.settings import HostPlace, HostSettings
 from unisono.launch.hosts.term import STORE_ERRORS
 from unisono.tcp_store import serve_store
 

@@ -30,10 +30,10 @@ from unisono.launch.hosts.election import Election, silence
 from unisono.launch.hosts.end_watch import has_ended, watch_end
 from unisono.launch.hosts.endpoint import HostRefusedError
 from unisono.launch.hosts.guarded_port import LocalPort
+from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.hosts.meeting import Meeting
 from unisono.launch.hosts.own_store import OwnStore, connect, way_to
 from unisono.launch.hosts.roster import Roster
-from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.hosts.term import Term
 from unisono.launch.hosts.torchrun_peers import await_all, has_torchrun, watch_peers
 from unisono.tcp_store import LOOPBACK

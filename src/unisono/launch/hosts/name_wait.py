@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from unisono.errors import LaunchError
 from unisono.launch.hosts.addresses import HostAddresses, NameUnknownError, find_addresses
-from unisono.launch.hosts.settings import HostSettings
+from unisono.launch.hosts.host_settings import HostSettings
 
 __all__ = ["await_addresses"]
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
+from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.hosts.meeting import Meeting
-from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.hosts.term import STORE_ERRORS
 
 __all__ = ["await_all", "has_torchrun", "watch_peers"]

@@ -90,13 +90,13 @@ def balance(
         )
     limits: Sequence[int | None]
     limits = [limit_nbytes] * stages if limit_nbytes is None or isinstance(limit_nbytes, int) else limit_nbytes
-    table = _Table(segments, under_way, limits)
+    table = _CostTable(segments, under_way, limits)
     bound = table.best_bound(stages)
     if bound is None:
         raise ValueError(_too_little(table, stages, limits, parts))
     begins = table.cheapest(stages, bound * (1 + _SLACK))
     ends = (*begins[1:], len(segments))
-    whole = _Table(segments, under_way, [None] * stages).best_bound(stages)
+    whole = _CostTable(segments, under_way, [None] * stages).best_bound(stages)
     assert whole is not None
     return Split(
         begins,
@@ -106,7 +106,7 @@ def balance(
     )
 
 
-class _Table:
+class _CostTable:
     """Costs of runs of segments, and the dynamic programs over them."""
 
     def __init__(
@@ -169,12 +169,12 @@ def _mebibytes(nbytes: int) -> str:
     return f"{mebibytes:,.0f}" if mebibytes >= 100 else f"{mebibytes:.3g}"
 
 
-def _too_little(table: _Table, stages: int, limits: Sequence[int | None], parts: str) -> str:
+def _too_little(table: _CostTable, stages: int, limits: Sequence[int | None], parts: str) -> str:
     """Describe why no division keeps the limits: what the least one needs where all stages have as much."""
     low, high = 0, max(table.nbytes(stage, 0, len(table._segments)) for stage in range(stages))
     while low < high:
         middle = (low + high) // 2
-        if _Table(table._segments, table._under_way, [middle] * stages).best_bound(stages) is None:
+        if _CostTable(table._segments, table._under_way, [middle] * stages).best_bound(stages) is None:
             low = middle + 1
         else:
             high = middle

@@ -15,11 +15,11 @@ from unisono.collectives.world import World
 from unisono.engine.model_contents import plain_name
 from unisono.engine.staged import StageDivisions, StageMap, StageOwnership, StageRanks
 from unisono.errors import UnisonoError
-from unisono.parallel.pipeline.automatic import divide, measure_places
 from unisono.parallel.pipeline.foreign import ForeignParameters
 from unisono.parallel.pipeline.mapping import map_stages
 from unisono.parallel.pipeline.pipeline import Pipeline
 from unisono.parallel.pipeline.runner import PipelineRunner
+from unisono.parallel.pipeline.stage_division import divide, measure_places
 from unisono.parallel.pipeline.stage_plan import PipelinePlan, check_readers
 from unisono.watch.event_kinds import PipelineFields
 

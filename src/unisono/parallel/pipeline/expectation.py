@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from unisono.parallel.pipeline.balance import ModelSegment, Split, balance
 from unisono.parallel.pipeline.schedule import Schedule, StageCost, make_schedule
-from unisono.parallel.pipeline.timeline import Timeline, simulate
+from unisono.parallel.pipeline.schedule_timeline import Timeline, simulate
 
 __all__ = ["Expectation", "MoreMicroBatches", "expect", "fastest", "least_step", "more_micro_batches"]
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from unisono.arguments import choice, real, whole
 from unisono.parallel.pipeline.schedule import SCHEDULES, StageCost, make_schedule
-from unisono.parallel.pipeline.timeline import draw, simulate
+from unisono.parallel.pipeline.schedule_timeline import draw, simulate
 from unisono.text import a_type
 
 __all__ = ["Pipeline", "ScheduleName"]

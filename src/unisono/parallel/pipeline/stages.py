@@ -111,7 +111,7 @@ class PipelineStages:
             CutError: The model cannot be cut so.
         """
         _check(function)
-        passes = _Passes(self, len(micro_batches), whole("seed", seed))
+        passes = _CallPasses(self, len(micro_batches), whole("seed", seed))
         try:
             if self._cut is None:
                 return _whole_backward(self._model, function, micro_batches, passes)
@@ -120,7 +120,7 @@ class PipelineStages:
             set_generators(derive_key(seed, "pipeline"))
 
     def _backward(
-        self, cut: CutModel, function: Callable[[Any, Any], Tensor], micro_batches: Sequence[Any], passes: _Passes
+        self, cut: CutModel, function: Callable[[Any, Any], Tensor], micro_batches: Sequence[Any], passes: _CallPasses
     ) -> list[float]:
         inputs = [(each,) for each in micro_batches]
         _check_alike(cut, micro_batches)
@@ -164,7 +164,7 @@ class PipelineStages:
             inputs = [(each,) for each in micro_batches]
             self._cut.divide(function, next(iter(inputs), None), micro_batches=len(inputs), loss_of=None)
             plans = [self._cut.plan(self._model, function, each) for each in inputs]
-            passes = _Passes(self, len(inputs), None)
+            passes = _CallPasses(self, len(inputs), None)
             self._cut.runner(self._model).infer(function, inputs, plans, passes)
         return passes.results if self.has_last_stage else None
 
@@ -228,7 +228,7 @@ class PipelineStages:
         self._is_updated = False
 
 
-class _Passes:
+class _CallPasses:
     """The passes of a call; see `runner.Passes`."""
 
     def __init__(self, stages: PipelineStages, count: int, seed: int | None) -> None:
@@ -260,7 +260,7 @@ class _Passes:
 
 
 def _whole_backward(
-    model: nn.Module, function: Callable[[Any, Any], Tensor], micro_batches: Sequence[Any], passes: _Passes
+    model: nn.Module, function: Callable[[Any, Any], Tensor], micro_batches: Sequence[Any], passes: _CallPasses
 ) -> list[float]:
     for number, micro_batch in enumerate(micro_batches):
         passes.begin_forward(0, number)

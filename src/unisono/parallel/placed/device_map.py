@@ -63,7 +63,7 @@ def map_devices(
     for name in given:
         parts = name.split(".") if name else []
         containers.update(".".join(parts[:depth]) for depth in range(len(parts)))
-    walk = _Walk(given, tensors or {}, containers)
+    walk = _Assignment(given, tensors or {}, containers)
     walk.into(model, "", None)
     if walk.missing:
         first, one = str(next(iter(given.values()))), len(walk.missing) == 1
@@ -76,7 +76,7 @@ def map_devices(
     return walk.found
 
 
-class _Walk:
+class _Assignment:
     """Goes through a model, and finds the device of each layer."""
 
     def __init__(

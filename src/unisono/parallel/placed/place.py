@@ -12,7 +12,6 @@ from torch import nn
 from unisono.arguments import choice, real, whole
 from unisono.engine.gradient_hooks import watchers_of
 from unisono.parallel.device_names import as_device
-from unisono.parallel.placed.automatic import divide_layers
 from unisono.parallel.placed.device_map import DeviceMap, map_devices, named_tensors
 from unisono.parallel.placed.forward import (
     LAYOUT,
@@ -23,6 +22,7 @@ from unisono.parallel.placed.forward import (
     layout_of,
     placed_class,
 )
+from unisono.parallel.placed.layer_division import divide_layers
 from unisono.parallel.placed.moving import on_device
 from unisono.parallel.wrappers import wrapper_of
 from unisono.text import a_type

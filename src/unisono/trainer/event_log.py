@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from unisono.data.workers import warn_on_stderr
+from unisono.data.loader_workers import warn_on_stderr
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.provenance import describe_settings
 from unisono.trainer.run_context import RunContext

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from unisono.drill.comparison import differences
-from unisono.drill.errors import DrillFailedError, NoDrillError
+from unisono.drill.differences import differences
+from unisono.drill.drill_errors import DrillFailedError, NoDrillError
+from unisono.drill.fault_plan import Change, Fault, draw_plan
 from unisono.drill.injector import Injector, Resize, Strike, refuse
 from unisono.drill.job_log import JobLog
 from unisono.drill.job_process import JobProcess, report_of
-from unisono.drill.plan import Change, Fault, draw_plan
 from unisono.launch import LaunchJob
 
 __all__ = ["Drill", "Outcome", "Reporter", "RunFacts"]

@@ -13,10 +13,10 @@ from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, NoConsistencyCheck
 from unisono.engine.local import LocalEngine
 from unisono.engine.staged.divided_engine import DividedStagedEngine
-from unisono.engine.staged.engine import StagedEngine
 from unisono.engine.staged.stage_divisions import StageDivisions
 from unisono.engine.staged.stage_map import StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
+from unisono.engine.staged.staged_engine import StagedEngine
 from unisono.engine.tree_all_reduce import MakeAllReduce, TreeAllReduce
 from unisono.engine.weight_writes import PrivateWeights, WeightWrites
 

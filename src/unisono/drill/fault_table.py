@@ -32,14 +32,14 @@ def heading(width: int) -> str:
 def table_row(done: Strike | Resize, width: int) -> str:
     """Return the row of a fault, or of a change of the number of ranks, in at most `width` characters.
 
-    >>> from unisono.drill.plan import Fault
+    >>> from unisono.drill.fault_plan import Fault
     >>> fault = Fault("kill", 2, 417, 0.5)
     >>> strike = Strike(fault, 417, 0.0, 0, (2,), "was killed by SIGKILL", "backward", 0.001, 0.21, 0.4, 1)
     >>> table_row(strike, 80)
     'kill      2  backward      418  0.001 s  0.21 s     0.40 s         1  SIGKILL'
     >>> table_row(Strike(Fault("term", 0, 3, 0.5), 3, 0.0, 0), 80)
     'term      0                  4        -       -          -         -  no effect'
-    >>> from unisono.drill.plan import Change
+    >>> from unisono.drill.fault_plan import Change
     >>> table_row(Resize(Change(4, 30), 31, 0.0, before=2, waited_s=0.04), 80)
     'scale                       32        -       -     0.04 s         -  2 -> 4'
     """

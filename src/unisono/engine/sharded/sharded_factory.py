@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from unisono.collectives.world import World
 from unisono.engine.consistency import ConsistencyCheck
 from unisono.engine.sharded.division import DividedWeights, Division
-from unisono.engine.sharded.engine import ShardedEngine
+from unisono.engine.sharded.sharded_engine import ShardedEngine
 from unisono.engine.tree_all_reduce import MakeAllReduce, TreeAllReduce
 from unisono.engine.weight_writes import WeightWrites
 
