@@ -17,7 +17,7 @@ _LONGEST = 300
 
 
 class ProgramEnd(NamedTuple):
-    """What ended a program."""
+    """The end of a program, and its cause."""
 
     kind: str
     """The name of the exception's type, or of the signal, such as "SIGTERM"."""

@@ -1,4 +1,4 @@
-"""What a rank and its launcher tell each other about ranks that come in the place of dead ones, or come and go.
+"""Messages of a rank and its launcher about ranks that come in the place of dead ones, or come and go.
 
 The launcher installs its end in `current` before the program runs; without a launcher that changes ranks it is None.
 A Trainer uses it: neither side imports the other.
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 __all__ = ["SAME_SIZE", "Membership", "Phase", "RecoveryLink", "current"]
 
 Phase = Literal["loop", "forward", "backward", "sum", "update", "evaluation", "recovery", "resize"]
-"""What a rank of a Trainer is doing; "loop" is the code of the user's loop, and reading data.
+"""The work of a rank of a Trainer at the moment; "loop" is the code of the user's loop, and reading data.
 
 "recovery" and "resize" are waits: for ranks in the place of dead ones, and for another number of ranks.
 """

@@ -1,4 +1,4 @@
-"""What `unisono drill` shows: a line that changes while one waits, the rows of the table, and the verdict."""
+"""The output of `unisono drill`: a line that changes while one waits, the rows of the table, and the verdict."""
 
 from __future__ import annotations
 

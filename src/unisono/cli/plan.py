@@ -60,7 +60,7 @@ def plan(
     measure: bool,
     as_json: bool,
 ) -> int:
-    """Say what it would take to train a model: memory of a rank, traffic and time of a step, in each layout.
+    """Print the costs of training a model: memory of a rank, traffic and time of a step, in each layout.
 
     FUNCTION, or `build`, returns model, optimizer, loss function and data, as they are given to the Trainer. The model
     is not built: its tensors have no memory, and operators are timed one by one on this machine.

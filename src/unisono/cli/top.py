@@ -35,7 +35,7 @@ __all__ = ["top"]
 _LOOK_S = 0.5
 """Seconds between two questions to the launcher, which tell how often a rank is found waiting."""
 _LOOKS = 20
-"""What is shown is about this many of the latest questions."""
+"""The number of latest questions that a view is made from."""
 _DRAW_S = 1.0
 _ONCE = 7
 """Questions before the one picture that is printed where there is no terminal, and before waits are shown."""
@@ -120,7 +120,7 @@ def _write(text: str) -> None:
 
 
 class _Samples:
-    """What has been seen of a job, in the latest seconds.
+    """The observations of a job in the latest seconds.
 
     Args:
         found: The facts of the job, as its launcher has them.

@@ -1,4 +1,4 @@
-"""What `unisono top` shows, as lines of text. Pure. Start reading at `frame`."""
+"""The view of `unisono top`, as lines of text. Pure. Start reading at `frame`."""
 
 from __future__ import annotations
 

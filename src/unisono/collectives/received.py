@@ -1,4 +1,4 @@
-"""What arrives in envelopes: failures and different calls become errors, and payloads become values.
+"""The contents of received envelopes: failures and different calls become errors, and payloads become values.
 
 Start reading at `read_payload`.
 """

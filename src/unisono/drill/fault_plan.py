@@ -16,7 +16,7 @@ class FaultKind(NamedTuple):
     name: str
     """As the user writes it."""
     what: str
-    """What is done to the rank."""
+    """Its effect on the rank, in words."""
 
 
 KINDS = {
@@ -44,7 +44,7 @@ class Fault:
     step: int
     """The steps that have been done by then."""
     fraction: float
-    """What part of the time of a step passes after that."""
+    """The part of the time of a step that passes after that."""
 
 
 @dataclass(frozen=True, slots=True)

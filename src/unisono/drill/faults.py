@@ -1,4 +1,4 @@
-"""What each kind of faults does to a process."""
+"""The effect of each kind of fault on a process."""
 
 from __future__ import annotations
 

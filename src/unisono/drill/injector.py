@@ -44,7 +44,7 @@ class Strike:
     ended: str = ""
     """How the rank ended; "" if it has not."""
     phase: str = ""
-    """What it was doing; "" if that is not known."""
+    """Its work at that moment; "" if that is not known."""
     noticed_s: float | None = None
     """Seconds until the launcher has decided to replace it."""
     script_s: float | None = None
@@ -107,7 +107,7 @@ class Injector:
         self._pid = 0
         self._known = 0  # recoveries before the present fault
         self.done: list[Strike | Resize] = []
-        """What has been injected or asked for."""
+        """The faults that have been injected or asked for."""
 
     def tick(self) -> float:
         """Do what is due, and return after how many seconds to come again.

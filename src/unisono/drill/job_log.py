@@ -1,4 +1,4 @@
-"""What a run of a drill has told in its folder: events, recoveries, and the state of each rank at the end.
+"""The records of a run of a drill, read from its folder: events, recoveries, and the state of each rank at the end.
 
 It can be read while the run goes on. Start reading at `JobLog`.
 """
@@ -50,7 +50,7 @@ class JobLog:
         self.evaluations: list[tuple[int, str, str]] = []
         """Epoch, name and values as JSON."""
         self.recoveries: list[dict[str, Any]] = []
-        """What the launcher tells about replaced ranks."""
+        """The launcher's records of replaced ranks."""
         self.calls: dict[int, str] = {}
         """By number of the recovery, the call that was made again after it."""
         self.resumed_s: dict[int, float] = {}

@@ -28,7 +28,7 @@ _STUCK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What became of one run."""
+    """The outcome of one run."""
 
     name: str
     steps: int
@@ -38,7 +38,7 @@ class RunFacts:
 
 @dataclass(slots=True)
 class Outcome:
-    """What has come out of a drill so far."""
+    """The results of a drill so far."""
 
     stuck_s: float = 0.0
     """The time after which a rank was stuck."""

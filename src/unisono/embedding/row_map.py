@@ -84,7 +84,7 @@ class RowMap(nn.Module):
         """The free rows, ascending, where rows may be given up."""
         self._index: IdIndex | None = None
         self._indexed: tuple[Any, ...] = ()
-        """What the index was made from."""
+        """The ids from which the index was made."""
         self._log = UndoLog()
 
     def extra_repr(self) -> str:

@@ -33,7 +33,7 @@ class RowPolicy:
     evict_after: int | None = None
     """A row is given up after so many steps without a gradient for its id; None: it is kept."""
     when_full: Literal["raise", "grow", "evict_oldest", "evict_rarest"] = "raise"
-    """What happens if there are no rows for new ids."""
+    """The behaviour if there are no rows for new ids."""
 
     def __post_init__(self) -> None:
         """Check the settings."""

@@ -1,4 +1,4 @@
-"""Who updates the rows of tables, and how old rows may be when they are read."""
+"""The processes that update the rows of tables, and the age that rows may have when they are read."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Consistency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerCounts:
-    """What servers have been given and have done, since this process has had the tables."""
+    """The updates that servers were given and have applied, since this process has had the tables."""
 
     steps: int = 0
     """Steps whose updates servers were given."""
@@ -80,7 +80,7 @@ class Serving:
         self.counts: Callable[[], ServerCounts] | None = None
         """Returns what servers have done. The engine that gives them updates sets it, and no other may."""
         self.past = ServerCounts()
-        """What they had done before the memory of the tables was the present one."""
+        """The updates that they had applied before the memory of the tables was the present one."""
 
     def __reduce__(self) -> tuple[type[Serving], tuple[int, Consistency, str]]:
         return Serving, (self.servers, self.consistency, self.placement)

@@ -52,7 +52,7 @@ class Table:
     evict_after: int | None = None
     """A row of a dynamic table is given up after so many steps without a gradient for its id; None: it is kept."""
     when_full: Literal["raise", "grow", "evict_oldest", "evict_rarest"] = "raise"
-    """What a dynamic table does if there are no rows for new ids: refuse the step, double its capacity, or give up rows
+    """The behaviour of a dynamic table without rows for new ids: refuse the step, double its capacity, or give up rows
     of the ids that were seen longest ago, or in the fewest steps."""
     dtype: torch.dtype = torch.float32
     """The type of the elements: float32 or float64."""

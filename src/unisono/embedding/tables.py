@@ -115,7 +115,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
 
     @property
     def server_counts(self) -> ServerCounts | None:
-        """What servers were given and have done; None without servers, and before a step has given them anything."""
+        """The updates that servers were given and have applied; None without servers, and before the first of them."""
         serving = self._serving
         if serving is None:
             return None

@@ -9,7 +9,7 @@ __all__ = ["UndoLog"]
 
 
 class UndoLog:
-    """What was in tensors before some writes."""
+    """The contents of tensors before some writes."""
 
     def __init__(self) -> None:
         self._former: list[tuple[Tensor, Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""What a rank was given to train, as a document that must be equal on all ranks, and its comparison at the start.
+"""The description of a training as a document that must be equal on all ranks, and its comparison at the start.
 
 The ranks of a run evaluate one function, so everything that the function depends on is described: arguments, models,
 optimizers, schedulers, versions. `setup.check_equal_values` compares the values of tensors, if no checkpoint replaces

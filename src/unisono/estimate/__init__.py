@@ -1,4 +1,4 @@
-"""What it would take to train a model, in each layout. Imported by `unisono plan` alone; needs torch."""
+"""The costs of training a model, in each layout. Imported by `unisono plan` alone; needs torch."""
 
 from unisono.estimate.plan_text import as_document, as_text
 from unisono.estimate.planning import Plan, Request, make_plan

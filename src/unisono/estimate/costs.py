@@ -1,4 +1,4 @@
-"""What a step costs: its memory by kind, its traffic and its time, and what it is computed from."""
+"""The costs of a step: its memory by kind, its traffic and its time, and the facts they are computed from."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What steps run on."""
+    """The machine that steps run on."""
 
     base_nbytes: int
     """The memory of a process with torch and the user's file, without a model."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """What a rank can send to others."""
+    """The rate at which a rank can send to others."""
     cores: int
 
     def crowding(self, ranks: int) -> float:
@@ -52,9 +52,9 @@ class MemoryParts:
     activations: int
     """With the batch, and what an update takes for a moment if that is more."""
     copies: int = 0
-    """What replaces a rank that dies."""
+    """The copy from which a rank that dies is replaced."""
     holes: int = 0
-    """What the C library's heap cannot use again."""
+    """Parts of the C library's heap that cannot be used again."""
     base: int = 0
 
     @property
@@ -73,7 +73,7 @@ class LayoutCost:
     """The argument of the Trainer."""
     memory: MemoryParts
     sent_nbytes: int
-    """What a rank sends in a step."""
+    """The traffic of a rank in a step."""
     step_s: float
     waiting: float = 0.0
     """The part of ranks' time in which they wait for a stage, 0 to 1."""

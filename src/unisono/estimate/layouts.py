@@ -1,4 +1,4 @@
-"""What a step costs in each layout: how many ranks compute a model, and what each of them keeps. Pure functions.
+"""The costs of a step in each layout: the ranks that compute a model, and the state that each keeps. Pure functions.
 
 The sizes are those that the engines allocate: rows of gradients by the nodes of the plan's tree, sums of earlier
 shares, copies for recovery. Where a number depends on the rank, it is that of the rank with the most.
@@ -25,7 +25,7 @@ _ADDITION = 3
 """Bytes moved for each byte of a sum: both operands are read, and one is written."""
 _COPY = 2
 _HEAP = 0.3
-"""What the C library's heap cannot use again, of what lies in it: holes between blocks that are still used. Measured
+"""The part of the C library's heap that cannot be used again: holes between blocks that are still used. Measured
 with glibc 2.36 for the examples: 0.25 to 0.35."""
 
 

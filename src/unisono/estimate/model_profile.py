@@ -1,4 +1,4 @@
-"""What one micro-batch and one update of a model take: memory by kind, and time. Start reading at `profile_model`.
+"""The costs of one micro-batch and one update of a model: memory by kind, and time. Start reading at `profile_model`.
 
 The model, its gradients and its activations are fake tensors, which have layouts and no memory.
 """
@@ -50,7 +50,7 @@ class Segments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
-    """What a model takes, in bytes and seconds."""
+    """The costs of a model, in bytes and seconds."""
 
     model: str
     """The name of its class."""
@@ -68,7 +68,7 @@ class ModelProfile:
     inputs_nbytes: int
     """A micro-batch."""
     kept_nbytes: int
-    """What is there when the forward pass of a micro-batch has ended."""
+    """Bytes that are kept when the forward pass of a micro-batch has ended."""
     peak_nbytes: int
     """The most that passes of a micro-batch take, with the gradients that they have made."""
     activations_nbytes: int
@@ -217,11 +217,11 @@ class _MeasuredStep(NamedTuple):
     backward_s: float
     update_s: float
     kept_nbytes: int
-    """What is there when the forward pass has ended."""
+    """Bytes that are kept when the forward pass has ended."""
     gradients: list[int]
     """The numbers of the gradients' storages in the events."""
     events: list[MemoryEvent]
-    """What happened before the update."""
+    """Those before the update."""
 
 
 def _run(

@@ -26,7 +26,7 @@ _MOST_NBYTES = 1 << 30
 _VIEW_S = 3e-6
 """The time of an operator that only makes a view, with its dispatch."""
 _AUTOGRAD_S = 4e-6
-"""What autograd adds to an operator: a node of the graph, and its call in the backward pass."""
+"""The time that autograd adds to an operator: a node of the graph, and its call in the backward pass."""
 
 
 class _Layout(NamedTuple):

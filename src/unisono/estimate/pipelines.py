@@ -1,4 +1,4 @@
-"""What a step costs with a model that is cut into stages. Pure functions of the parts of the model."""
+"""The costs of a step with a model that is cut into stages. Pure functions of the parts of the model."""
 
 from __future__ import annotations
 

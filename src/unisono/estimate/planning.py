@@ -24,7 +24,7 @@ __all__ = ["Plan", "Request", "make_plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is to be planned."""
+    """The training that is planned."""
 
     target: str
     """The build function; see `find_build`."""
@@ -33,7 +33,7 @@ class Request:
     virtual_ranks: int
     micro_batch_size: int | None = None
     memory_nbytes: int | None = None
-    """What a rank may take. None: any."""
+    """The memory that a rank may take. None: any."""
     measures: bool = False
     """True to build and run the model for real."""
 
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What each layout would cost."""
+    """The costs of each layout."""
 
     request: Request
     profile: ModelProfile

@@ -1,4 +1,4 @@
-"""What this machine can do, measured in half a second: for the times of what ranks move and send."""
+"""The rates of this machine, measured in half a second: for the times of copies and messages."""
 
 from __future__ import annotations
 

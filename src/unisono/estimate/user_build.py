@@ -1,4 +1,4 @@
-"""What a user gives to be planned: a function that returns model, optimizer, loss function and data.
+"""The user's function that is planned: it returns model, optimizer, loss function and data.
 
 Start reading at `find_build`.
 """
@@ -33,7 +33,7 @@ class UserCodeError(Exception):
 
 
 class Subject(NamedTuple):
-    """What is to be planned."""
+    """The training that is planned."""
 
     model: nn.Module
     optimizer: Optimizer

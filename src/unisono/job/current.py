@@ -174,7 +174,7 @@ class RecoverableCalls(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class ActiveJob:
-    """What a job in progress has beside its description, `Job`: its group and store, and the request that began it."""
+    """A job in progress, beside its description, `Job`: its group and store, and the request that began it."""
 
     job: Job
     group: dist.ProcessGroup | None

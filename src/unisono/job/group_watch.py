@@ -62,7 +62,7 @@ _SETTINGS = {
     # After an error, torch's thread sleeps four times as long, and the thread that drops the group waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50",
 }
-"""What torch reads from the environment when it makes a group of NCCL."""
+"""The environment variables that torch reads when it makes a group of NCCL."""
 
 
 def declare_unending(backend: str) -> None:

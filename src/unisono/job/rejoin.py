@@ -63,7 +63,7 @@ class SupersededError(Exception):
 
 
 class _JobFacts(NamedTuple):
-    """What a new rank needs to know about its job."""
+    """The facts that a new rank needs about its job."""
 
     backend: str
     asked: str

@@ -1,4 +1,4 @@
-"""What an agent answers other commands: `unisono ps`, `unisono top` and `unisono stacks`."""
+"""The answers of an agent to other commands: `unisono ps`, `unisono top` and `unisono stacks`."""
 
 from __future__ import annotations
 

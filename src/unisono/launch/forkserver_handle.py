@@ -31,7 +31,7 @@ LAST_S = 10.0
 
 
 class Hosts(Protocol):
-    """What the store's host needs to meet other hosts (`launch.hosts.job_hosts`)."""
+    """The facts that the store's host needs to meet other hosts (`launch.hosts.job_hosts`)."""
 
     @property
     def interface(self) -> str:

@@ -1,4 +1,4 @@
-"""What the kernel and NVIDIA's driver know of running processes: CPU time, waits for a core, and memory."""
+"""The usage of running processes as the kernel and NVIDIA's driver know it: CPU time, waits for a core, and memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATIENCE_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usage:
-    """What a process has used until now."""
+    """The usage of a process until now."""
 
     state: str
     """As `hang.stacks.read_state` names it."""

@@ -1,4 +1,4 @@
-"""Who the ranks of a generation are: their first processes, those in the place of dead ones, and another number.
+"""The ranks of a generation: their first processes, those in the place of dead ones, and another number.
 
 The agent's loop calls. Four parts do the work: `Replacing`, `Spares`, `Scaling` and `Servers`. Start reading at
 `RankChanges.tick`.

@@ -1,4 +1,4 @@
-"""What a rank and the agent tell each other about ranks that come and go, in a region of the page that they share.
+"""Messages of a rank and the agent about ranks that come and go, in a region of the page that they share.
 
 The region lies behind the status block (`launch.hang.status_block`), in the same file. The rank writes its half and the
 agent the other one, so either may read at any time, also when the rank was killed. Start reading at `RankLink`.
@@ -50,7 +50,7 @@ _PLACES = {phase: place for place, phase in enumerate(_PHASES, 1)}
 
 
 class Note(NamedTuple):
-    """What a rank did when it noted it last."""
+    """The work of a rank when it noted it last."""
 
     phase: Phase
     step: int
@@ -254,7 +254,7 @@ class RecoveryPage:
 
     @property
     def note(self) -> Note | None:
-        """What the rank has noted last; None before its first note."""
+        """The latest note of the rank; None before its first."""
         step, place, virtual_rank = _NOTE.unpack_from(self._region, _NOTE_AT)
         return Note(_PHASES[place - 1], step, virtual_rank) if place else None
 

@@ -50,7 +50,7 @@ class Death:
     step: int
     """The number of steps done since the start of the run."""
     note: Note | None = None
-    """What it did last; None if it has not noted anything."""
+    """Its latest work; None if it has not noted anything."""
     samples: str = ""
     """The samples that it computed, as words; "" if they are not known."""
     armed: bool = True

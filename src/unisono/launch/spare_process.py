@@ -17,7 +17,7 @@ from unisono.variables import EVENTS_VARIABLE
 __all__ = ["WAITS", "RankGrant", "encode_grant"]
 
 WAITS = b"w"
-"""What a spare process sends when it has come to the place where it needs a rank."""
+"""The message of a spare process that has come to the place where it needs a rank."""
 
 
 def encode_grant(environment: Mapping[str, str], *, events: bool) -> bytes:

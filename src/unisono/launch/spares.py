@@ -38,7 +38,7 @@ _MOST_FAILURES = 2
 _MOST_DEATHS, _DEATHS_S = 5, 300.0
 """So many spare processes that die while they wait, within so many seconds, are the last. Rarer deaths do not count."""
 _PIPE_SIZE = 1 << 20
-"""What a spare process can print before it waits for somebody to read that."""
+"""The number of bytes that a spare process can print before it waits for a reader."""
 
 
 @dataclass(eq=False, slots=True)

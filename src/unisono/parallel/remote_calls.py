@@ -51,7 +51,7 @@ _PLACES = {"value.inputs[0]": "args", "value.inputs[1]": "kwargs", "value.output
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Request:
-    """What a rank sends to the owner."""
+    """The message of a rank to the owner."""
 
     token: str
     """The module, which several ranks may have under one name."""
@@ -64,7 +64,7 @@ class _Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reply:
-    """What the owner sends back."""
+    """The reply of the owner."""
 
     outputs: Any = None
     random_state: Tensor | None = None

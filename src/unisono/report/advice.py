@@ -1,4 +1,4 @@
-"""What the user should know about a run, and what to do. Pure functions of the report's document; see `advise`."""
+"""Warnings about a run, with their remedies. Pure functions of the report's document; see `advise`."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _NO_SETTING = ("directory",)
 
 
 class Traces:
-    """What of a run is compared step by step: about 100 bytes for each step in memory."""
+    """The values of a run that are compared step by step: about 100 bytes for each step in memory."""
 
     def __init__(self) -> None:
         self.losses: dict[int, bytes] = {}

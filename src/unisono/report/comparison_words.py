@@ -1,4 +1,4 @@
-"""What a comparison of runs says in words. Pure functions of its document."""
+"""The words of a comparison of runs. Pure functions of its document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the events of a run come to, as one document of bounded size that JSON can hold.
+"""The summary of a run's events, as one document of bounded size that JSON can hold.
 
 A report is made from this document alone, and holds it. Start reading at `summarise`.
 """
@@ -19,7 +19,7 @@ from unisono.watch import Event
 __all__ = ["FORMAT", "Document", "summarise"]
 
 Document: TypeAlias = dict[str, Any]
-"""What `_Summary.document` returns."""
+"""The document that `_Summary.document` returns."""
 
 FORMAT = "unisono report 2"
 _MOST_CURVES = 60

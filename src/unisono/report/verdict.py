@@ -1,4 +1,4 @@
-"""What a report says in words: the verdict, and its key figures. Pure functions of the report's document."""
+"""The words of a report: the verdict, and its key figures. Pure functions of the report's document."""
 
 from __future__ import annotations
 

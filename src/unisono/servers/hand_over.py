@@ -1,4 +1,4 @@
-"""What a rank hands over to servers in a step: for each table rows, their gradients, and settings of the optimizer."""
+"""The updates that a rank hands to servers in a step: rows of each table, their gradients, and optimizer settings."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class CheckpointWork:
         self.path = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{self._final.name}"
         """The folder to write into."""
         self.doing = "creating the folder"
-        """What is being done, for messages."""
+        """The work under way, for messages."""
         self._lock = ExitStack()
         self._has_begun = False
 

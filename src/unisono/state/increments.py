@@ -47,12 +47,12 @@ class BaseFile:
 
 
 class Increment(NamedTuple):
-    """What is stored of a group beside its base."""
+    """The changes of a group that are stored beside its base."""
 
     tensors: dict[str, Tensor]
     """Whole tensors and changed rows by name, and the numbers of these rows."""
     notes: dict[str, Json]
-    """What `restore` needs, for the manifest."""
+    """The facts that `restore` needs, for the manifest."""
 
 
 def base_name(group: str) -> str:

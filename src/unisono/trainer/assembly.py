@@ -102,7 +102,7 @@ class TrainerParts:
     settings: TrainerSettings
     recovery: Recovery
     state: RecoverableState
-    """What depends on the ranks that there are."""
+    """Objects that depend on the present ranks."""
     carried: CarriedStates
     cut: CutModel | DividedModel | None
     """The model, if it is cut or divided over ranks."""

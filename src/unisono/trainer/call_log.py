@@ -22,7 +22,7 @@ class LoggedCall(NamedTuple):
     name: str
     """The call, such as "trainer.step"."""
     result: Any
-    """What it has returned; a `Dropped` if that is not kept."""
+    """The value that it has returned; a `Dropped` if that is not kept."""
     is_recent: bool = False
     """True if the loop has not asked for another batch or epoch since then."""
     has_failed: bool = False

@@ -1,4 +1,4 @@
-"""What a run must be like for its model to be cut or divided over ranks."""
+"""Conditions that a run must meet for its model to be cut or divided over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank of a divided run writes of a checkpoint: ranges of tensors by name, and their values.
+"""The part of a checkpoint that each rank of a divided run writes: ranges of tensors by name, and their values.
 
 Weights need no exchange, since each rank knows what all of them have. Of the optimizers' state, ranks tell each other
 what they have; the numbers that are the same in all pieces, such as the count of steps, come with it. Start reading at
@@ -38,7 +38,7 @@ class PieceState(NamedTuple):
 
 
 Table = Mapping[str, Sequence[PieceState]]
-"""What a rank has, by the name of the optimizer."""
+"""The parts of a rank, by the name of the optimizer."""
 
 
 def own_table(division: Division, optimizers: Mapping[str, Optimizer]) -> dict[str, list[PieceState]]:
@@ -122,7 +122,7 @@ class Contents:
         """The state of the optimizers, with tensors on the meta device for what is divided."""
         of_weights = {"model": subjects.modules} | ({"ema": subjects.averages} if subjects.averages else {})
         self.values: dict[str, dict[Claim, Tensor]] = {group: {} for group in (*of_weights, "optimizer")}
-        """What this rank writes of each group."""
+        """The part of each group that this rank writes."""
         self._forms = known
         self._claims: dict[str, list[list[Claim]]] = {group: [[] for _ in tables] for group in self.values}
         self.plans = {group: self._plan_weights(group, modules) for group, modules in of_weights.items()}

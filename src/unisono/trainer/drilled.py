@@ -1,4 +1,4 @@
-"""What a Trainer does for `unisono drill`, in which it runs a script several times and compares the results.
+"""The part of a Trainer in `unisono drill`, which runs a script several times and compares the results.
 
 The launcher's side names a folder in the environment. The Trainer keeps there all that it would keep in the user's
 directory, also its events, and each rank tells its state at the end of the loop over epochs.

@@ -36,7 +36,7 @@ OptimizerStates = Mapping[str, dict[str, dict[str, Any]]]
 
 
 class OwnPart(NamedTuple):
-    """What this rank writes of a checkpoint. The values are copies."""
+    """The part of a checkpoint that this rank writes. The values are copies."""
 
     writer: PartWriter
     plans: dict[str, PartPlan]

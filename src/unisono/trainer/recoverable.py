@@ -1,4 +1,4 @@
-"""What the recovery of a run needs to know of it, and does with it."""
+"""The facts that the recovery of a run needs, and its actions on the run."""
 
 from __future__ import annotations
 

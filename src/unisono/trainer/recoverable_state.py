@@ -22,7 +22,7 @@ __all__ = ["RecoverableState", "WholeState"]
 
 
 class RecoverableState(Protocol):
-    """What depends on the ranks that there are: engines, and the state that they write."""
+    """Objects that depend on the present ranks: engines, and the state that they write."""
 
     @property
     def engines(self) -> EngineFactory | StagedEngineFactory | ShardedEngineFactory:

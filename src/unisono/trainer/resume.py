@@ -135,7 +135,7 @@ def _compare_hosts(world: World, directory: Path, store: CheckpointStore) -> Non
 
 
 class _Begun(NamedTuple):
-    """What rank 0 finds in a directory that it has locked."""
+    """The contents of a directory that rank 0 has locked."""
 
     checkpoints: list[CheckpointInfo]
     """All of them, newest first, also damaged ones."""

@@ -1,4 +1,4 @@
-"""What the steps of whole models and of those that are cut over ranks have in common. Start at `StepGradients`."""
+"""The common part of steps of whole models and of those that are cut over ranks. Start at `StepGradients`."""
 
 from __future__ import annotations
 

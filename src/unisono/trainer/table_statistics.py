@@ -1,4 +1,4 @@
-"""What steps look up in embedding tables: about once a second, the ids of one step on rank 0.
+"""Statistics of lookups in embedding tables: about once a second, the ids of one step on rank 0.
 
 Hooks on the tables see the ids of that step alone, and are removed after it: other steps do not know of them. Start
 reading at `TableStatistics.begin`.

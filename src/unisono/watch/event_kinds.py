@@ -148,7 +148,7 @@ class EpochFields(TypedDict):
 
 
 class OtherStepFields(TypedDict, total=False):
-    """What only some events of steps have."""
+    """Fields that only some events of steps have."""
 
     weight: float
     """Divisor of the sum of losses, if that is not the number of samples: tokens, for example."""
@@ -211,7 +211,7 @@ class TimesFields(StepParts):
 
 
 class TableFigures(TypedDict):
-    """What a step looks up in an embedding table, on the rank that writes."""
+    """The lookups of a step in an embedding table, on the rank that writes."""
 
     rows: int
     """Rows in use: of a dynamic table, those that ids have."""
@@ -232,7 +232,7 @@ class TableFigures(TypedDict):
 
 
 class TablesFields(TypedDict):
-    """What a step has looked up in embedding tables, about once a second."""
+    """The lookups of a step in embedding tables, about once a second."""
 
     total_steps: int
     """Steps of the run up to and including this one."""

@@ -105,7 +105,7 @@ class EventLog:
         """True to drop events, except warnings: those of calls that other ranks have made."""
         self._recent: deque[Event | StepRecord] = deque(maxlen=MOST_MISSING)
         self._told: str | None = None
-        """What the next such event says, if it has been told already."""
+        """The text of the next such event, if it is known already."""
 
     @property
     def recent(self) -> Sequence[Event]:

@@ -1,4 +1,4 @@
-"""What ranks send each other while they compute with a divided model: weights when a rank needs them, and gradients.
+"""The traffic of ranks that compute with a divided model: weights when a rank needs them, and gradients.
 
 Ranks take different ways through a step: they have unequally many shares, and a model may call its blocks in another
 order or another number of times. So ranks agree on each exchange anew. In a *round*, each rank tells all others which

@@ -38,7 +38,7 @@ __all__ = ["PartOfGradient", "ShardedEngine", "prepare_parts", "update_parts"]
 
 
 class PartOfGradient(NamedTuple):
-    """What a rank has found in its part of a gradient."""
+    """The findings of a rank in its part of a gradient."""
 
     overflowed: float
     """1 if a value was not finite when it was unscaled, otherwise 0."""

@@ -1,4 +1,4 @@
-"""Who computes which stages: ranks as a grid of replicas of the model, each cut over the ranks of a pipeline."""
+"""The ranks of each stage: a grid of replicas of the model, each of them cut over the ranks of a pipeline."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ __all__ = ["HangDecision", "HangJudge"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangDecision:
-    """What is to be done. At most one of `show`, `kill` and `abort` is set."""
+    """The actions to take. At most one of `show`, `kill` and `abort` is set."""
 
     found: bool = False
     """True if ranks wait in vain."""

@@ -88,7 +88,7 @@ class Observer:
         self.report = ""
         """The last report of a hang."""
         self.stuck: tuple[int, ...] = ()
-        """What `take_stuck` returns next."""
+        """The next result of `take_stuck`."""
 
     def files(self, rank: int) -> tuple[int, int, int]:
         """Create the status block, the file for stacks and the pipe for questions of a rank, in place of earlier ones.

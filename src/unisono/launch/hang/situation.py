@@ -1,4 +1,4 @@
-"""What a rank does at one moment, as far as its status block, its backends and its stacks show it."""
+"""The work of a rank at one moment, as far as its status block, its backends and its stacks show it."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class HostCheck:
         self.hosts: list[HostFacts] = []
         """The facts of all hosts, by number."""
         self.links: dict[tuple[int, int], Link] = {}
-        """What was measured from one host to another."""
+        """The measurements from one host to another."""
         self.own = 0
         """The number of this host."""
         self._progress_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a host says of itself in `unisono hosts check`. Imports torch where it asks it. Start reading at `own_facts`."""
+"""The facts of a host in `unisono hosts check`. Imports torch where it asks it. Start reading at `own_facts`."""
 
 from __future__ import annotations
 

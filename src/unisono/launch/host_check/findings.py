@@ -1,4 +1,4 @@
-"""What is wrong or odd about the hosts of a job, from their facts and the links between them. Pure.
+"""Errors and oddities of the hosts of a job, from their facts and the links between them. Pure.
 
 Start reading at `find`.
 """
@@ -38,12 +38,12 @@ _WHY = {
 
 @dataclass(kw_only=True)
 class Findings:
-    """What a check has found, as sentences for the user."""
+    """The findings of a check, as sentences for the user."""
 
     problems: list[str] = field(default_factory=list)
-    """What a job would fail of."""
+    """The findings that would make a job fail."""
     notices: list[str] = field(default_factory=list)
-    """What is odd, and does not hinder a job."""
+    """The findings that are odd but do not hinder a job."""
 
 
 def properties(facts: HostFacts) -> dict[str, str]:

@@ -33,14 +33,14 @@ _TIME, _RATE = struct.Struct("!q"), struct.Struct("!d")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What was measured from one host to another."""
+    """The measurements from one host to another."""
 
     round_trip_s: float = 0.0
     """The median time of a message of 8 bytes and its answer."""
     clock_offset_s: float = 0.0
     """How far the other host's clock is ahead."""
     bytes_per_s: float = 0.0
-    """What one TCP stream carries, measured where it arrives."""
+    """The rate of one TCP stream, measured where it arrives."""
     problem: str = ""
     """Why nothing could be measured; otherwise empty."""
 

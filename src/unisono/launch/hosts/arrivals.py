@@ -1,4 +1,4 @@
-"""Who has come to the rendezvous of hosts so far. Start reading at `Arrivals`."""
+"""The hosts that have come to the rendezvous so far. Start reading at `Arrivals`."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class HostHangs:
     """
 
     MESSAGES: Final = frozenset({"hang waits", "hang ask", "hang ranks", "hang report", "hang kill", "hang abort"})
-    """What agents tell each other about hangs."""
+    """The messages of agents about hangs."""
 
     def __init__(self, hosts: JobHosts, generation: Generation, relay: Relay) -> None:
         self._hosts, self._generation, self._relay = hosts, generation, relay

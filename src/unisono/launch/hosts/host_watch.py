@@ -1,4 +1,4 @@
-"""What the agent does about other hosts: it ends its ranks when they tell of an end, and tells them of its own.
+"""The agent's actions for other hosts: it ends its ranks when they tell of an end, and tells them of its own.
 
 The agent's loop calls. Start reading at `HostWatch.on_message`.
 """

@@ -27,7 +27,7 @@ class HostReport:
     kind: str
     """"failed": one of its ranks has; "ended": a signal or a user; "lost": the host cannot be reached."""
     headline: str
-    """What has happened, without the host."""
+    """The event, without the host."""
     code: int
     """The exit code of the job."""
     host: str
@@ -35,7 +35,7 @@ class HostReport:
 
     @property
     def reason(self) -> str:
-        """What has happened, as a sentence."""
+        """The event, as a sentence."""
         if not self.host:
             return self.headline
         return f"host {self.host}: {self.headline}" if self.kind != "lost" else f"host {self.host} {self.headline}"
@@ -97,7 +97,7 @@ class JobHosts:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the process needs that meets the other hosts."""
+        """The facts for the process that meets the other hosts."""
         return {
             "settings": {**asdict(self.settings), "conf": dict(self.settings.conf)},
             "addresses": asdict(self._addresses),

@@ -45,7 +45,7 @@ class JobRunsError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """What a host learns that is let into a job."""
+    """The facts that a host learns when it is let into a job."""
 
     host: int
     """Its number."""

@@ -57,7 +57,7 @@ class OwnStore:
                 "Python": ".".join(platform.python_version_tuple()[:2]),
             },
         }
-        """What this host says of itself."""
+        """The facts that this host gives about itself."""
 
 
 def way_to(hello: Mapping[str, Any], token: str) -> LocalPort:

@@ -1,4 +1,4 @@
-"""What agents tell the leader of ranks that may hang (`launch.hang.situation`), as JSON.
+"""The agents' messages to the leader about ranks that may hang (`launch.hang.situation`), as JSON.
 
 Clocks of hosts differ, so times are told as ages. Source lines travel with the frames of stacks: hosts need not have
 the same files. Start reading at `encode_situation`.

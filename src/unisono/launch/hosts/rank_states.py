@@ -1,4 +1,4 @@
-"""What agents tell the leader of their ranks, in few bytes: of most ranks only that nothing is unusual about them.
+"""The agents' messages to the leader about their ranks, in few bytes: of most ranks only that nothing is unusual.
 
 Start reading at `encode_members` and `encode_death`.
 """

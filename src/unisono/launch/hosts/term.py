@@ -1,4 +1,4 @@
-"""What the hosts of a job tell each other: a log in the store of one of them, the leader, and signs of life.
+"""The messages between the hosts of a job: a log in the store of one of them, the leader, and signs of life.
 
 All read the entries in the same order. What only the leader needs is in a second list, its mail, which only the leader
 reads: if all of many hosts read what each of them answers, that would take most of a second for a hundred. As long as
@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["STORE_ERRORS", "Term"]
 
 STORE_ERRORS = (RuntimeError, ValueError, OSError)
-"""What torch's stores raise when the other side is gone; its DistError is a RuntimeError."""
+"""The errors that torch's stores raise when the other side is gone; its DistError is a RuntimeError."""
 
 _POLL_S = 0.3
 """How often hosts show that they are alive. An entry goes out at once."""

@@ -47,7 +47,7 @@ class EventRelay:
         self.times: dict[str, Any] | None = None
         """The latest event "times" of this run, which has where the time of its steps goes on each rank."""
         self.tables: dict[str, Any] | None = None
-        """What the latest event "tables" has of each embedding table."""
+        """The entry of each embedding table in the latest event "tables"."""
         self.listener: Callable[[dict[str, Any]], None] | None = None
         """Called with each event."""
 

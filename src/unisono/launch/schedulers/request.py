@@ -1,4 +1,4 @@
-"""What a user asks a scheduler for. Pure. Start reading at `SchedulerRequest`."""
+"""The request of a user to a scheduler. Pure. Start reading at `SchedulerRequest`."""
 
 from __future__ import annotations
 

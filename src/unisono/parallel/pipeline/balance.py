@@ -31,7 +31,7 @@ class ModelSegment(NamedTuple):
     activation_nbytes: int
     """Memory that one micro-batch keeps until its backward pass."""
     entering_nbytes: int
-    """What a stage receives for one micro-batch if it begins here; gradients of as much go back."""
+    """Bytes that a stage receives for one micro-batch if it begins here; gradients of as many go back."""
 
     @property
     def seconds(self) -> float:
@@ -50,7 +50,7 @@ class Split:
     nbytes: tuple[int, ...]
     """Memory of each stage: its state, and the activations of the micro-batches that are under way."""
     least_s: float
-    """What the slowest stage takes at least in every division, whatever its memory."""
+    """A lower bound of the time of the slowest stage in every division, whatever its memory."""
 
     @property
     def excess(self) -> float:

@@ -1,4 +1,4 @@
-"""What to expect of a schedule, by the model of time: the fastest one, the least possible time, and how to wait less.
+"""Expectations of a schedule, by the model of time: the fastest one, the least possible time, and how to wait less.
 
 Pure functions of measured times, so that all ranks come to the same answers.
 """

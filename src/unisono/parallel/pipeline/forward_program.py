@@ -46,7 +46,7 @@ class TensorObject:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What a tensor object holds between two modifications."""
+    """The value of a tensor object between two modifications."""
 
     number: int
     object: int
@@ -87,7 +87,7 @@ class Call:
     has_hooks: bool = False
     """True if it uses such hooks within itself."""
     seen: Hashable = None
-    """What the model's code learns from its result: numbers that it reads, shapes that depend on them."""
+    """Facts that the model's code learns from its result: numbers that it reads, shapes that depend on them."""
     draws: bool = False
     """True if it draws random numbers."""
     results: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""What stages send each other for one micro-batch: tensors and a generator's state, packed into one piece of memory.
+"""The messages between stages for one micro-batch: tensors and a generator's state, packed into one piece of memory.
 
 Both sides know the layout of a message from the plan, so nothing is sent about it but the strides of gradients, and
 which of them there are. Strides travel with values, since sums over a tensor of other strides may round differently.

@@ -1,4 +1,4 @@
-"""What a call does, seen at the operators that it runs: the tensors it reads and modifies, and if it draws."""
+"""The effects of a call, seen at the operators that it runs: the tensors it reads and modifies, and if it draws."""
 
 from __future__ import annotations
 

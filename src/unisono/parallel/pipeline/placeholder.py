@@ -39,7 +39,7 @@ METADATA_OPERATORS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What a stage must know about a tensor of another stage, to receive it or to stand in for it."""
+    """The facts about a tensor of another stage that a stage needs to receive it or to replace it."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

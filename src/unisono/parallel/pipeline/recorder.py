@@ -144,7 +144,7 @@ class _Recorder(TorchFunctionMode):
         self._leaves = leaves
         self._buffers = buffers
         self._held: list[Tensor] = []
-        """What the model's code holds for each object: a real tensor or a placeholder. It keeps identities unique."""
+        """The real tensor or placeholder that the model's code has for each object. It keeps identities unique."""
         self._fakes: list[Tensor] = []
         self._number_of: dict[int, int] = {}
         """The object of a tensor by its id: real tensors, placeholders and fake tensors."""

@@ -20,10 +20,10 @@ class StageRoutes:
     """The layouts of one stage's messages, by the other stage."""
 
     values_from: Mapping[int, MessageLayout[int]]
-    """What a forward pass needs: values, and the generator's state of the stage before if random numbers are drawn."""
+    """The inputs of a forward pass: values, and the state of the generator of the stage before if it draws numbers."""
     values_to: Mapping[int, MessageLayout[int]]
     gradients_from: Mapping[int, MessageLayout[Any]]
-    """What a backward pass needs: gradients, by the number of a value or the name of a parameter."""
+    """The inputs of a backward pass: gradients, by the number of a value or the name of a parameter."""
     gradients_to: Mapping[int, MessageLayout[Any]]
 
 

@@ -35,7 +35,7 @@ _KEPT_FUNCTIONS = 16
 
 
 class Passes(Protocol):
-    """What happens around the passes of a rank's stages, in the order of its schedule."""
+    """The calls around the passes of a rank's stages, in the order of its schedule."""
 
     def begin_forward(self, stage: int, micro_batch: int) -> None:
         """Prepare a forward pass. On the first stage, it also seeds the generators."""
@@ -87,7 +87,7 @@ class _Transfer(NamedTuple):
 
 @dataclass(slots=True)
 class _Step:
-    """What one step has under way."""
+    """The messages and passes of one step that are under way."""
 
     function: Callable[..., Any]
     plans: Sequence[PipelinePlan]

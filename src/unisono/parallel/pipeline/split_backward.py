@@ -47,7 +47,7 @@ _RESHAPING = frozenset(
         "ViewBackward0",
     }
 )
-"""What may lie between such a node and a parameter: views, and autocast's conversions."""
+"""Nodes that may lie between such a node and a parameter: views, and autocast's conversions."""
 
 
 class _Edge(NamedTuple):

@@ -43,7 +43,7 @@ class StagePass:
     """One forward pass of a stage, kept for its backward pass."""
 
     result: Any = None
-    """What the function returned; on all stages but the last, with placeholders."""
+    """The value that the function returned; on all stages but the last, with placeholders."""
     sent: dict[int, Tensor] = field(default_factory=dict)
     """The values that other stages receive, with their graph."""
     random_state: Tensor | None = None

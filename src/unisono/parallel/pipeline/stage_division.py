@@ -33,7 +33,7 @@ class StageDivision:
     waiting: float
     """The part of this time in which ranks wait, 0 to 1."""
     least_step_s: float
-    """What a step takes at least with any division and any order of passes."""
+    """A lower bound of the time of a step with any division and any order of passes."""
     advice: MoreMicroBatches | None
     """How ranks would wait less. None: they wait little, or that would not help."""
 

@@ -41,7 +41,7 @@ class ValueTransfer:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What one stage does."""
+    """The work of one stage."""
 
     stage: int
     begin: int

@@ -1,4 +1,4 @@
-"""What a cut costs: the bytes that cross it, for choosing where stages begin. Pure functions of a program."""
+"""The costs of a cut: the bytes that cross it, for choosing where stages begin. Pure functions of a program."""
 
 from __future__ import annotations
 

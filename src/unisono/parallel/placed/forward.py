@@ -1,4 +1,4 @@
-"""What makes a model run on several devices: hooks on its layers, and a forward pass in micro-batches.
+"""The calls that make a model run on several devices: hooks on its layers, and a forward pass in micro-batches.
 
 The layers get hooks that move their inputs. The model itself gets another class, a subclass of its own, whose forward
 pass divides the batch: a forward pass in the object would run the wrong model after `copy.copy`, could not be pickled,
@@ -63,7 +63,7 @@ class LeaveLayer:
 
 @dataclass(slots=True)
 class Placed:
-    """What a placed model knows about itself. Copied and pickled with it."""
+    """The facts that a placed model keeps about itself. Copied and pickled with it."""
 
     layers: dict[str, EnterLayer]
     """The hook of each layer, by name."""

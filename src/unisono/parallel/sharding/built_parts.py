@@ -1,4 +1,4 @@
-"""What `build` leaves in a model of which each rank has a part alone, and where a Trainer finds it."""
+"""The mark that `build` leaves in a model of which each rank has only a part, and its lookup by a Trainer."""
 
 from __future__ import annotations
 

@@ -38,16 +38,16 @@ __all__ = ["TRAINER", "Caller", "DividedModel", "check_memory"]
 
 
 class Caller(NamedTuple):
-    """What calls a divided model, for messages."""
+    """The caller of a divided model, for messages."""
 
     places: str
     """Where the model may be called."""
     given: str
-    """What has divided it."""
+    """The call that has divided it."""
     later: str
-    """What to do to call it at another time."""
+    """The remedy for calling it at another time."""
     writes: str
-    """What to do to write to its parameters."""
+    """The remedy for writing to its parameters."""
 
 
 TRAINER = Caller(

@@ -1,4 +1,4 @@
-"""What a model and its optimizers must be like to be divided over ranks. Nothing here communicates."""
+"""Conditions that a model and its optimizers must meet to be divided over ranks. Nothing here communicates."""
 
 from __future__ import annotations
 

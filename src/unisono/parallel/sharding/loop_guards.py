@@ -17,7 +17,7 @@ __all__ = ["Guarded", "LoopGuards"]
 
 
 class Guarded(Protocol):
-    """What a loop is doing."""
+    """The state of a loop."""
 
     @property
     def runs_backward(self) -> bool:

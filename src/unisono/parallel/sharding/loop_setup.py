@@ -1,4 +1,4 @@
-"""What `shard` is given: checks of it, its comparison over ranks, and equal values on all ranks."""
+"""The arguments of `shard`: checks of them, its comparison over ranks, and equal values on all ranks."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def _check_scaler(scaler: Any, model: nn.Module) -> GradScaler | None:
 
 
 class LoopArguments(NamedTuple):
-    """What was given to `shard`, checked."""
+    """The arguments of `shard`, checked."""
 
     parallel: Shard
     """How to divide the model."""
     optimizers: Mapping[str, Optimizer]
     """The optimizers by name, "" for a single one. They have no parameter in common."""
     scaler: GradScaler | None
-    """What scales losses; None: nothing does."""
+    """The GradScaler of the loop; None: losses are not scaled."""
 
 
 def check_loop(model: Any, optimizer: Any, parallel: Any, scaler: Any, *, ranks: int) -> LoopArguments:

@@ -48,7 +48,7 @@ _PARTLY_LOADED = (
     "whole state before"
 )
 _ERRORS_OF_FILES = (TypeError, ValueError, CheckpointError, OSError, RuntimeError, EOFError, UnpicklingError)
-"""What reading parts may raise."""
+"""Errors that reading parts may raise."""
 
 
 def shard(

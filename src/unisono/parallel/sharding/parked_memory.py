@@ -32,7 +32,7 @@ class NamedTensor(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """What a rank keeps of parked memory."""
+    """The parked memory that a rank keeps."""
 
     name: str
     storage: torch.UntypedStorage

@@ -199,7 +199,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class Units(NamedTuple):
-    """What of a model comes together when."""
+    """The units of a model, and when each comes together."""
 
     blocks: dict[str, nn.Module] | None
     """The blocks with parameters of their own; None where weights come together by operations, or are whole."""
