@@ -16,8 +16,8 @@ from unisono.engine.sharded.exchange import UnitExchange
 from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.sharded.optimizer_shards import OptimizerShards
 from unisono.engine.sharded.unit import ShardedUnit
-from unisono.engine.shared.optimizer_state import give_memory_back
 from unisono.engine.shared.partition import Piece
+from unisono.machine import give_memory_back
 
 __all__ = ["DividedWeights", "Division"]
 

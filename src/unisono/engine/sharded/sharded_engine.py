@@ -33,8 +33,13 @@ from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
 from unisono.errors import UnisonoError
+from unisono.machine import give_memory_back
 
 __all__ = ["PartOfGradient", "ShardedEngine", "prepare_parts", "update_parts"]
+
+_LARGE_NBYTES = 32 << 20
+"""Parameters on the CPU from which on free memory is given back before each step: passes over blocks leave holes in the
+C library's heap. It took a tenth of the peak, and 0.4 % of a step, of 33.6 million parameters on four ranks."""
 
 
 class PartOfGradient(NamedTuple):
@@ -83,6 +88,8 @@ class ShardedEngine(GradientAccumulation):
         """For each unit, the trained parameters by their number in the unit."""
         self._layouts_of: list[list[PieceLayout]] = []
         """For each unit, the trained pieces of each rank."""
+        self._is_large = False
+        """True if free memory is given back to the system before each step; see `_LARGE_NBYTES`."""
         self._missing: list[int] = []
         """For each unit, how many of its trained parameters have no gradient of the last leaf yet."""
         self._rows: list[list[dict[int, Tensor | None]]] = []
@@ -104,6 +111,8 @@ class ShardedEngine(GradientAccumulation):
         self._rows = [[{} for _ in self._sums] for _ in self._members]
         self._found_inf = None
         self._totals_sum.start(self._layout)
+        if self._is_large:
+            give_memory_back()
         take(trained.parameters)
         self._division.exchange.begin(self._reduce)
 
@@ -190,6 +199,8 @@ class ShardedEngine(GradientAccumulation):
                     "make it before, and freeze it by requires_grad_(False) until it is to be trained"
                 )
         self._given = self._trained = trained
+        on_cpu = sum(p.numel() * p.element_size() for p in trained.parameters if p.device.type == "cpu")
+        self._is_large = on_cpu >= _LARGE_NBYTES
         self._places = [found[id(p)] for p in trained.parameters]
         self._members = [{} for _ in self._division.units]
         for k, (u, i) in enumerate(self._places):

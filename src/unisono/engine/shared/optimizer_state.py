@@ -7,7 +7,6 @@ that a user or a checkpoint puts there instead is adopted before the next update
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import is_
@@ -21,6 +20,7 @@ from unisono.engine.norm import dense_strides, in_memory_order
 from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.errors import UnisonoError
+from unisono.machine import give_memory_back
 from unisono.shm.segment import ALIGNMENT, aligned
 
 __all__ = ["SharedState", "StateEntry", "copy_state"]
@@ -286,10 +286,3 @@ def copy_state(optimizer: Optimizer) -> None:
             key: value.clone(memory_format=torch.preserve_format) if isinstance(value, Tensor) else value
             for key, value in state.items()
         }
-
-
-def give_memory_back() -> None:
-    """Return free memory to the system if the C library is glibc, since the tensors that have moved are large."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)

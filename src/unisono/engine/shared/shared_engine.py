@@ -32,7 +32,6 @@ from unisono.engine.norm import (
     in_memory_order,
 )
 from unisono.engine.shared.gradient_rows import GradientRows
-from unisono.engine.shared.optimizer_state import give_memory_back
 from unisono.engine.shared.optimizer_update import OptimizerUpdate, with_hooks
 from unisono.engine.shared.parameter_arena import SharedParameters
 from unisono.engine.shared.partition import Piece
@@ -51,6 +50,7 @@ from unisono.engine.totals import Totals
 from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.errors import PeerError, UnisonoError
+from unisono.machine import give_memory_back
 
 __all__ = ["SharedEngine"]
 

@@ -25,11 +25,11 @@ from unisono.collectives.world import World
 from unisono.engine.model_contents import plain_name
 from unisono.engine.norm import in_memory_order
 from unisono.engine.sharded import ShardedUnit, ShardGrid
-from unisono.engine.shared.optimizer_state import give_memory_back
 from unisono.engine.shared.partition import Piece
 from unisono.engine.trainable import is_dense
 from unisono.errors import RankMismatchError
 from unisono.job.user_function import refuse_inside
+from unisono.machine import give_memory_back
 from unisono.parallel.sharding.built_parts import BuiltParts, built_parts
 from unisono.parallel.sharding.parked_memory import NamedTensor, ParkedMemory, memory_of
 from unisono.parallel.sharding.shard import Shard

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.world import World
-from unisono.engine.shared.optimizer_state import give_memory_back
 from unisono.errors import RankMismatchError
+from unisono.machine import give_memory_back
 from unisono.state.digest import digest
 
 __all__ = ["NamedTensor", "ParkedMemory", "memory_of"]
