@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -61,15 +60,26 @@ class Group:
             args: Its arguments.
             kwargs: Its keyword arguments, without the group.
         """
-        process_group, late_check = self.process_group, self.late_check
-        with TimedWait(waited) if waited.is_on else nullcontext():
-            if late_check is None or not (
-                isinstance(value, str) or value.is_cpu or value.device.type not in self.backends
-            ):
-                operation(*args, group=process_group, **kwargs)
-            else:
-                kwargs["group"] = process_group
-                late_check.run(call, value, operation, args, kwargs)
+        if waited.is_on:
+            with TimedWait(waited):
+                self._run(call, value, operation, args, kwargs)
+        else:  # without a context manager that does nothing, which costs a microsecond
+            self._run(call, value, operation, args, kwargs)
+
+    def _run(
+        self,
+        call: CallTemplate,
+        value: Tensor | str,
+        operation: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        late_check = self.late_check
+        kwargs["group"] = self.process_group
+        if late_check is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
+            operation(*args, **kwargs)
+        else:
+            late_check.run(call, value, operation, args, kwargs)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -152,7 +162,9 @@ def group_of(group: dist.ProcessGroup | int | None) -> Group:
         TypeError: The argument is no group.
     """
     found = require_group(group)
-    return SINGLE_PROCESS if found is None else known_group(found)
+    if found is None:
+        return SINGLE_PROCESS
+    return _groups.get(found) or known_group(found)
 
 
 def known_group(group: dist.ProcessGroup) -> Group:

@@ -76,7 +76,7 @@ class LateCallChecker:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        """Run an operation of torch.distributed to its end. Called by `Group.run` alone.
+        """Run an operation of torch.distributed to its end. Called by `Group._run` alone.
 
         Args:
             call: The name of the call.
@@ -94,7 +94,7 @@ class LateCallChecker:
         with self._lock:
             work: dist.Work = operation(*args, async_op=True, **kwargs)
             # Meanwhile gloo's thread works.
-            frame = user_frame(above=2)  # Group.run and its caller
+            frame = user_frame(above=3)  # Group._run, Group.run and its caller
             described = value if isinstance(value, str) else (value.dtype, value.shape)
             record = (call, described, frame.f_code, frame.f_lasti)
             self._records.append(record)

@@ -62,7 +62,7 @@ def all_reduce(value: Any, op: Op = "sum", *, group: GroupArgument = None) -> An
         GroupError: As all collectives; see `unisono.comm`.
     """
     members = group_of(group)
-    if members.size > 1:
+    if len(members.ranks) > 1:
         warn_if_dropped("comm.all_reduce")
     if isinstance(value, Tensor):
         name = _checked_op(members, "all_reduce", value, op)

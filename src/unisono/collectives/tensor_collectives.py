@@ -33,7 +33,7 @@ _ALL_TO_ALL = ("all_to_all with uniform=True", None)
 def all_reduce(group: Group, tensor: Tensor, op: OpName) -> Tensor:
     """Combine the tensors of all ranks."""
     wire = _loaded(group, tensor, op)
-    if group.process_group is not None:
+    if group.reference is not None:
         if _must_gather(group, wire, op):
             wire = combine_tensors(all_gather(group, wire), op)
         else:

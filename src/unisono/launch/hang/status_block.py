@@ -25,9 +25,10 @@ __all__ = ["CallKind", "RecordedCall", "StatusBlock", "create", "encode_call"]
 
 _MAGIC = b"unisono1"
 _SIZE = 512 << 10  # pages that are never written take no memory
-# pid, main thread, calls begun, calls completed, whether ranks have met, finished, places of calls, left its groups,
-# calls ended, with an error or without
+# pid, main thread, calls begun, calls completed, calls ended with an error or without, finished, places of calls, left
+# its groups, whether ranks have met
 _HEADER = struct.Struct("QQQQQQQQQ")
+_BEGUN, _COMPLETED_AND_ENDED = struct.Struct("Q"), struct.Struct("QQ")
 _HEADER_AT = 8
 
 # Calls: the latest ones, one per place. The end of a call is written without touching the rest of its record.
@@ -154,7 +155,7 @@ class StatusBlock:
         body = _START.pack(0, len(text), number, time.monotonic_ns(), sequence, epoch)[4:] + text
         at = _CALLS_AT + place * _PLACE_SIZE + _END.size
         self._map[at : at + 4 + len(body)] = zlib.crc32(body).to_bytes(4, sys.byteorder) + body
-        struct.pack_into("Q", self._map, _HEADER_AT + 16, number)
+        _BEGUN.pack_into(self._map, _HEADER_AT + 16, number)
         return number
 
     def end(self, number: int, *, failed: bool = False) -> None:
@@ -168,10 +169,9 @@ class StatusBlock:
         elif apart != _SHARED_PLACE:
             self._spare.append(apart)
         self._ended += 1
-        struct.pack_into("Q", self._map, _HEADER_AT + 64, self._ended)
         if not failed:
             self._done += 1
-            struct.pack_into("Q", self._map, _HEADER_AT + 24, self._done)
+        _COMPLETED_AND_ENDED.pack_into(self._map, _HEADER_AT + 24, self._done, self._ended)
 
     def _take_place(self) -> tuple[int, int]:
         """Find a place for a call when the next one in turn is occupied. Return the call's number, and the place."""
@@ -193,7 +193,7 @@ class StatusBlock:
 
     def note_meeting(self) -> None:
         """Record that a collective has completed that is not among the recorded calls."""
-        struct.pack_into("Q", self._map, _HEADER_AT + 32, 1)
+        struct.pack_into("Q", self._map, _HEADER_AT + 64, 1)
 
     def note_finish(self) -> None:
         """Record that the program has ended without an error. Its process may take a while longer."""
@@ -239,7 +239,7 @@ class StatusBlock:
     def mark(self) -> tuple[int, int]:
         """A value that changes whenever a call begins or ends, with an error or without: the numbers of both."""
         header = self._header()
-        return header[2], header[8]
+        return header[2], header[4]
 
     @property
     def finished_ns(self) -> int | None:
@@ -254,7 +254,7 @@ class StatusBlock:
     @property
     def met(self) -> bool:
         """True if a collective, send or receive has completed: the rank has reached the exchange with its peers."""
-        return bool(self._header()[4]) or any(
+        return bool(self._header()[8]) or any(
             call.kind != "setup" and not call.running and not call.failed and not call.asynchronous
             for call in self.calls()
         )
