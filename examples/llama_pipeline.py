@@ -64,5 +64,5 @@ trainer = unisono.Trainer(model, optimizer, virtual_ranks=args.virtual_ranks, cl
 for _epoch in trainer.epochs(args.epochs, max_steps=args.steps):
     for batch in trainer.batches(train, batch_size=args.batch_size):
         trainer.step(loss, batch)
-trainer.print("test loss:", trainer.evaluate(loss, test, name="loss"))
+trainer.print("test loss:", trainer.evaluate(loss, test, name="loss", batch_size=4 * args.batch_size))
 trainer.print("weights sha256:", trainer.digest())

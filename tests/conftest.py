@@ -24,13 +24,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-import torch
 
 from launcher import TIMEOUT_S, Launcher, LaunchHost
 from ports import free_port
 from printed import ranks_of
-
-torch.set_num_threads(1)
 
 # Where the environment forbids to cache bytecode, as a container's often does, each of the thousands of processes would
 # compile all that it imports of unisono: in most tests that takes longer than anything else.
@@ -47,6 +44,14 @@ _HANDLERS = {
 for _signum, _handler in _HANDLERS.items():
     if signal.getsignal(_signum) is signal.SIG_IGN:
         signal.signal(_signum, _handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let torch use one thread; the process that only hands tests to workers does not import it."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

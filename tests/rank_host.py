@@ -34,6 +34,7 @@ _IMPORTED_BY = {
     "import torchmetrics": "torchmetrics",
     "import transformers": "transformers.models.llama.modeling_llama",
     "from transformers import": "transformers.models.llama.modeling_llama",
+    "torch.compile(": "torch._inductor.compile_fx",
 }
 """What scripts with a word in them import that takes each rank half a second or more."""
 
@@ -58,10 +59,12 @@ def _import_for(script: Path) -> None:
     source = script.read_text() if script.exists() else ""
     wanted = [name for word, name in _IMPORTED_BY.items() if word in source]
     if missing := [name for name in wanted if name not in sys.modules]:
+        gc.disable()
         for name in missing:
             with suppress(ImportError):  # the ranks say so
                 importlib.import_module(name)
         assert len([*Path("/proc/self/task").iterdir()]) == 1, f"{missing} start threads, which forked ranks lack"
+        gc.enable()
         gc.collect()
         gc.freeze()
 
@@ -147,7 +150,10 @@ if __name__ == "__main__":
     import torch._dynamo
     import torch.distributed
 
+    import unisono.comm
     import unisono.parallel
+    import unisono.rank_zero
+    import unisono.shm.process_group
     import unisono.trainer.trainer  # noqa: F401
     from unisono.launch.fast_exit import prepare
 

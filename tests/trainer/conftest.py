@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,24 +13,14 @@ from digests import digests
 ROOT = Path(__file__).parents[2]
 
 
-def plain_python(*command: object) -> list[str]:
-    """Run a script without any launcher; return its lines of standard output."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-    done = subprocess.run(
-        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120, env=environ, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
+@pytest.fixture(scope="session")
+def digits_on_one_rank(fork_python: Callable[..., list[str]]) -> list[str]:
+    return fork_python(ROOT / "examples" / "digits.py", "--epochs", 1)
 
 
 @pytest.fixture(scope="session")
-def digits_on_one_rank() -> list[str]:
-    return plain_python(ROOT / "examples" / "digits.py", "--epochs", 1)
-
-
-@pytest.fixture(scope="session")
-def language_model_on_one_rank() -> list[str]:
-    return plain_python(ROOT / "examples" / "language_model.py", "--steps", 3)
+def language_model_on_one_rank(fork_python: Callable[..., list[str]]) -> list[str]:
+    return fork_python(ROOT / "examples" / "language_model.py", "--steps", 3)
 
 
 @pytest.fixture(scope="session")

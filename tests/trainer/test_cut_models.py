@@ -9,28 +9,28 @@ import pytest
 PROGRAM = Path(__file__).parent / "programs" / "cut.py"
 
 
-@pytest.fixture(scope="module")
-def whole(fork_python):
-    return fork_python(PROGRAM, "1f1b", 1)
-
-
 WAYS = [
-    (2, "gpipe", 2, "mlp residual"),
-    (4, "1f1b", 4, "fp16 language_model checkpointed"),
-    (2, "auto", 4, "mlp u_net"),
-    (4, "zero-bubble", 2, "residual bf16"),
-    (1, "1f1b", 3, "fp16 u_net checkpointed"),
-    (3, "auto", "auto3", "bf16 language_model"),
+    (2, "gpipe", 2, "residual"),
+    (4, "1f1b", 4, "fp16"),
+    (2, "auto", 4, "u_net"),
+    (4, "zero-bubble", 2, "bf16"),
+    (1, "1f1b", 3, "mlp"),
+    (3, "auto", "auto3", "language_model checkpointed"),
 ]
-"""Each model meets several schedules, with all of schedules, replicas and measured splits among them."""
+"""Each model meets one schedule in make test, with all of schedules, replicas and measured splits among them."""
 
 
 @pytest.mark.parametrize(("ranks", "schedule", "stages", "models"), WAYS)
-def test_stages_replicas_and_schedules_change_no_bit(fork_ranks, whole, ranks, schedule, stages, models):
+def test_stages_replicas_and_schedules_change_no_bit(fork_ranks, fork_python, ranks, schedule, stages, models):
     job = fork_ranks(ranks, PROGRAM, schedule, stages, *models.split())
-    expected = [line for line in whole if line.partition(":")[0] in models.split()]
-    assert len(whole) == 7 and len(expected) == len(models.split())
+    expected = fork_python(PROGRAM, "1f1b", 1, *models.split())
+    assert [line.partition(":")[0] for line in expected] == models.split()
     assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
+
+
+@pytest.fixture(scope="module")
+def whole(fork_python):
+    return fork_python(PROGRAM, "1f1b", 1)
 
 
 @pytest.mark.soak
@@ -40,6 +40,7 @@ def test_stages_replicas_and_schedules_change_no_bit(fork_ranks, whole, ranks, s
 )
 def test_all_models_in_all_ways(fork_ranks, whole, ranks, schedule, stages):
     job = fork_ranks(ranks, PROGRAM, schedule, stages)
+    assert len(whole) == 7
     assert [job.lines(rank) for rank in range(ranks)] == [whole] * ranks
 
 
@@ -52,7 +53,7 @@ def undisturbed(fork_python, tmp_path_factory):
 
 
 def test_a_run_goes_on_with_another_number_of_stages(fork_ranks, tmp_path, undisturbed):
-    for ranks, stages, steps in [(2, "2", 2), (1, "", 4), (4, "1,2,3", 5), (4, "2", 8)]:
+    for ranks, stages, steps in [(2, "2", 2), (1, "", 4), (4, "2", 8)]:
         fork_ranks(ranks, RESUMABLE, tmp_path, stages, f"max_steps={steps}")
     job = fork_ranks(3, RESUMABLE, tmp_path, "1,3")
     assert [job.lines(rank)[-1] for rank in range(3)] == [f"from 8 {undisturbed}"] * 3

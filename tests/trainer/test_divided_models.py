@@ -10,16 +10,16 @@ PROGRAM = Path(__file__).parent / "programs" / "divided.py"
 RESUMABLE = PROGRAM.with_name("divided_resumable.py")
 SOME = ("fp16", "residual", "u_net", "frozen", "wide")
 OTHERS = ("mlp", "bf16", "language_model", "checkpointed", "wandering", "wide")
-# Each model meets one way or two in make test, and all of them in the soak.
+# Each model meets one way in make test, and all of them in the soak.
 CHOSEN = [
-    (2, "block", ("fp16", "frozen")),
-    (3, "named", ("mlp", "wide")),
-    (4, "block", ("bf16", "language_model")),
-    (2, "joined", ("checkpointed", "wandering")),
-    (3, "size", ("u_net", "wandering")),
+    (2, "block", ("fp16", "language_model")),
+    (3, "named", ("mlp",)),
+    (4, "block", ("bf16",)),
+    (2, "joined", ("checkpointed",)),
+    (3, "size", ("u_net",)),
     (3, "zero1", ("frozen", "wandering")),
-    (4, "replicas", ("residual", "wide")),
-    (4, "size_replicas", ("checkpointed",)),
+    (4, "replicas", ("residual",)),
+    (4, "size_replicas", ("wide",)),
 ]
 ALL = [
     (2, "block", SOME),
@@ -31,22 +31,18 @@ ALL = [
     (3, "zero1", (*SOME, "wandering")),
     (4, "zero1", (*SOME, "language_model")),
     (4, "replicas", ("fp16", "residual", "wandering", "checkpointed", "wide")),
+    (4, "size_replicas", ("checkpointed",)),
 ]
-
-
-@pytest.fixture(scope="module")
-def whole(fork_python):
-    return fork_python(PROGRAM, "whole")
 
 
 @pytest.mark.parametrize(
     ("ranks", "by", "names"), [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.soak) for each in ALL)]
 )
-def test_parts_of_ranks_change_no_bit(fork_ranks, whole, ranks, by, names):
+def test_parts_of_ranks_change_no_bit(fork_ranks, fork_python, ranks, by, names):
     job = fork_ranks(ranks, PROGRAM, by, *names)
-    expected = [line for name in names for line in whole if line.startswith(f"{name}:")]
+    expected = fork_python(PROGRAM, "whole", *names)
+    assert [line.partition(":")[0] for line in expected] == [*names]
     assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
-    assert len(expected) == len(names)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +51,10 @@ def undisturbed(fork_python, tmp_path_factory):
 
 
 def test_a_run_goes_on_with_another_division(fork_ranks, tmp_path, undisturbed):
-    for ranks, how, steps in [(4, "block", 2), (2, "1,2", 4), (1, "", 5), (3, "stages:1,3", 7), (4, "zero1:2", 8)]:
+    for ranks, how, steps in [(3, "block", 2), (2, "1,2", 4), (1, "", 5), (3, "stages:1,3", 7), (4, "zero1:2", 8)]:
         fork_ranks(ranks, RESUMABLE, tmp_path, how, f"max_steps={steps}")
-    job = fork_ranks(3, RESUMABLE, tmp_path, "block")
-    assert [job.lines(rank)[-1] for rank in range(3)] == [f"from 8 {undisturbed}"] * 3
+    job = fork_ranks(2, RESUMABLE, tmp_path, "block")
+    assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 8 {undisturbed}"] * 2
 
 
 @pytest.mark.soak
