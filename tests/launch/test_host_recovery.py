@@ -15,6 +15,8 @@ import os, sys, time
 import torch
 import torch.nn.functional as F
 import unisono
+if os.environ["RANK"] == os.environ["WORLD_SIZE"]:
+    open(f"spare.{os.uname().nodename}", "w").close()
 torch.manual_seed(3)
 model = torch.nn.Sequential(torch.nn.Linear(6, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -22,6 +24,8 @@ data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (4
 trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, seed=5, progress=False)
 steps, pause_s, wait = 0, float(sys.argv[1]), len(sys.argv) > 2
 def loss(model, batch):
+    while sys.argv[3:] and steps == 3 and not os.path.exists(f"spare.{sys.argv[3]}"):
+        time.sleep(0.01)
     if wait and not trainer.recovered and steps == 3 and trainer.rank == int(sys.argv[2]):
         os.kill(os.getpid(), 9)
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
@@ -64,6 +68,18 @@ def test_a_killed_rank_is_replaced_on_its_host(hosts, calm_sha):
     assert "place: 1 2 2 1" in jobs[1].stdout
 
 
+def test_a_spare_process_takes_the_place_of_a_rank_of_its_host(hosts, calm_sha):
+    jobs = hosts.run(write(hosts), "0.01", "1", "host1", ranks=1, flags=("--spares", "1"))
+    assert [job.returncode for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr
+    for job in jobs:
+        assert "unisono: rank 1 was killed by SIGKILL in forward of step 4; replaced by a spare, " in job.stderr, (
+            jobs[0].stderr,
+            jobs[1],
+        )
+    assert sha_of(jobs[0].stdout) == calm_sha
+    assert "place: 1 2 2 1" in jobs[1].stdout
+
+
 def start(
     hosts: Hosts, count: int, *, least: int, pause_s: float = 0.1, flags: tuple[str, ...] = ()
 ) -> list[subprocess.Popen[bytes]]:
@@ -94,6 +110,23 @@ def test_the_run_goes_on_without_a_lost_host(hosts, calm_sha, lost):
     for job in done.values():
         assert f"unisono: {name}, its launcher was killed: rank {lost} on host {new_host} now, " in job.stderr
     assert "place: 0 3 2 2" in text or lost == 1
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("third_host")
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_spare_processes_take_the_ranks_of_a_lost_host(hosts, calm_sha, lost):
+    jobs = start(hosts, 3, least=2, pause_s=0.3, flags=("--spares", "1"))
+    deadline_s = time.monotonic() + 30
+    while len([*hosts.folder.glob("spare.*")]) < 3 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    os.kill(jobs[lost].pid, signal.SIGKILL)
+    done = [finish(job) for job in jobs]
+    text = "".join(job.stderr + job.stdout for job in done)
+    assert [job.returncode for job in done if job.returncode >= 0] == [0, 0], text
+    assert sha_of(text) == calm_sha
+    new_host = 1 if lost == 0 else 0
+    assert text.count(f": rank {lost} on host {new_host} now, by a spare, ") == 2, text
 
 
 @pytest.mark.soak

@@ -394,6 +394,8 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         raise ValueError("--stuck-timeout 0 would kill every rank: give more than 0 seconds, or leave it out")
     as_path = given["run_path"]
     hosts = hosts_of(given)
+    # A spare process has no standard input, so it could not take the place of a rank that has it.
+    is_only_rank = given["nproc_per_node"] == 1 and not given["spares"]
     return LaunchJob(
         target=command[0],
         arguments=command[1:],
@@ -405,7 +407,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         start_method="spawn" if given["start_method"] == "spawn" else "fork",
         preload=given["preload"],
         pass_local_rank=given["pass_local_rank"],
-        stdin=0 if given["stdin"] is None and given["nproc_per_node"] == 1 else given["stdin"],
+        stdin=0 if is_only_rank and given["stdin"] is None else given["stdin"],
         virtual_local_rank=given["virtual_local_rank"],
         master_port=0
         if given["standalone"] or hosts is not None

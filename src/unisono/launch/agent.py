@@ -235,7 +235,8 @@ class _Agent:
                 if not self._shutdown.running:
                     self._on_generation_end()
             if (size := len(self._now.ranks)) != self._job.ranks:  # also for a restart
-                self._job = replace(self._asked, ranks=size, spares=self._asked.spares if size > 1 else 0)
+                is_alone = size == 1 and self._hosts is None
+                self._job = replace(self._asked, ranks=size, spares=0 if is_alone else self._asked.spares)
         if self._hosts is not None:
             self._hosts.tick()
         self._shutdown.advance()

@@ -159,7 +159,8 @@ class Generation:
             pipes: The ends to read from of its pipes: stdout, stderr, and events for rank 0.
         """
         self.observer.adopt(rank, watched)
-        self.pages[rank].close()
+        if rank in self.pages:  # otherwise its processes so far were on another machine
+            self.pages[rank].close()
         self.pages[rank] = page
         page.want(self._wanted)
         page.ask(self._asked)
@@ -183,7 +184,7 @@ class Generation:
         return rank_environment(
             ranks if rank is None else self.local_rank(rank),
             ranks=ranks,
-            place=self._place_of(rank),
+            place=self._place_of(rank, ranks=ranks),
             port=port,
             run_id=job.run_id,
             role=job.role,
@@ -196,10 +197,13 @@ class Generation:
             error_file=None if folder is None else str(folder / "error.json"),
         )
 
-    def _place_of(self, rank: int | None) -> HostPlace | None:
+    def _place_of(self, rank: int | None, *, ranks: int) -> HostPlace | None:
         """Return the place of this machine from which that of a rank follows by adding its local number."""
-        if self.host is None or rank is None:
-            return self.host
+        if self.host is None:
+            return None
+        if rank is None:  # it has the local number `ranks`, and is to get numbers that no rank has
+            first, first_of_role = self.host.world_size - ranks, self.host.role_world_size - ranks
+            return replace(self.host, first_rank=first, first_role_rank=first_of_role)
         first = rank - self.local_rank(rank)
         return replace(
             self.host, first_rank=first, first_role_rank=self.host.first_role_rank + first - self.host.first_rank

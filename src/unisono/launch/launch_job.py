@@ -171,7 +171,6 @@ class LaunchJob:
         again = "start it again from its checkpoint"
         for name, is_given, why in (
             (f"--max-restarts {self.max_restarts}", self.max_restarts, f"ends as a whole: {again}"),
-            (f"--spares {self.spares}", self.spares, f"replaces no rank: {again}"),
             (f"--servers {self.servers}", self.servers, "shares no memory with servers of tables: leave it out"),
             ("--cpu-backend shm", self.cpu_backend == "shm", "shares no memory: leave it out, and hosts use gloo"),
         ):
@@ -197,7 +196,7 @@ class LaunchJob:
         for name, is_given, what in names:
             if is_given:
                 raise ValueError(f"--spares {self.spares} and {name} exclude each other, which {what}: leave one out")
-        if self.ranks == 1:
+        if self.ranks == 1 and self.hosts is None:
             raise ValueError(
                 f"--spares {self.spares} is for two ranks or more: a single one has nobody to replace it from"
             )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -26,7 +26,7 @@ from unisono.launch.spares import Spares
 from unisono.recovery_link import Membership
 from unisono.text import name_ranks
 
-__all__ = ["COMPANY_S", "Fork", "Replacing", "describe_deaths"]
+__all__ = ["COMPANY_S", "Fork", "Replacing", "describe_deaths", "describe_spares"]
 
 COMPANY_S = 0.1
 """How long to wait after an error for the same one in other ranks, which would make it an error of the program."""
@@ -145,7 +145,7 @@ class Replacing:
                 "spares": sum(self._by_spare),
             }
         )
-        how = _describe_spares(self._by_spare)
+        how = describe_spares(self._by_spare)
         self._replaced.clear()
         self._by_spare.clear()
         self._poll_s = None
@@ -320,10 +320,10 @@ class Replacing:
             self._relay.show("\n".join(f"[{rank}] {line}".rstrip() for line in lines))
 
 
-def _describe_spares(by_spare: list[bool]) -> str:
+def describe_spares(by_spare: Sequence[bool]) -> str:
     """Return how many of the new processes were spare ones, in words.
 
-    >>> _describe_spares([True]), _describe_spares([True, False]), _describe_spares([False])
+    >>> describe_spares([True]), describe_spares([True, False]), describe_spares([False])
     (' by a spare', ', 1 of 2 by a spare', '')
     """
     if not any(by_spare):

@@ -70,7 +70,7 @@ class Spares:
 
     Args:
         count: How many to keep.
-        stdin: The rank that has the launcher's standard input, which no spare process can take.
+        stdin: The local rank that has the launcher's standard input, which no spare process can take.
         environment: Returns the variables of a rank; None: of a process that has none yet.
     """
 
@@ -129,7 +129,7 @@ class Spares:
         One that has not come to its place yet is taken, too: it has begun before any other could.
         """
         usable = [spare for spare in self._spares.values() if not spare.is_failing and not _has_ended(spare)]
-        if rank == self._stdin or not usable:
+        if self._generation.local_rank(rank) == self._stdin or not usable:
             return None
         spare = min(usable, key=lambda spare: (not spare.is_ready, spare.number))
         self._due_s = time.monotonic()

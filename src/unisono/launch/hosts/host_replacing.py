@@ -26,7 +26,7 @@ from unisono.launch.hosts.rank_states import (
     new_places,
 )
 from unisono.launch.replacement_policy import Death, GiveUp, decide_replacement
-from unisono.launch.replacing import Replacing, describe_deaths
+from unisono.launch.replacing import Replacing, describe_deaths, describe_spares
 from unisono.recovery_link import Membership
 from unisono.text import name_ranks
 
@@ -61,6 +61,7 @@ class HostReplacing(Replacing):
         self._term = 0
         self._must_decide = False
         self._joined: dict[int, int] = {}  # by host, the latest decision that all of its ranks have joined
+        self._filled: dict[int, list[bool]] = {}  # by host, for each rank that it has started anew, whether by a spare
         self._moved: dict[int, str] = {}  # by lost host, what has happened and where its ranks are now
         self._began_s: float | None = None
 
@@ -98,6 +99,7 @@ class HostReplacing(Replacing):
             self._give_up(GiveUp(entry["reason"], exhausted=exhausted))
         elif do == "joined":
             self._joined[host] = entry["number"]
+            self._filled[host] = entry["by_spare"]
             self._complete()
         elif do == "recovered" and entry["number"] == self.number:
             self._go_on(entry)
@@ -137,7 +139,7 @@ class HostReplacing(Replacing):
             return
         if all(page.joined == self.number for page in pages):
             self._told_joined = self.number
-            self._hosts.say_to_leader({"do": "joined", "number": self.number})
+            self._hosts.say_to_leader({"do": "joined", "number": self.number, "by_spare": self._by_spare})
 
     def _count(self, death: Death) -> None:
         """Do nothing: the leader counts the deaths that it decides about."""
@@ -314,22 +316,27 @@ class HostReplacing(Replacing):
         if self._replaced:
             parts.insert(0, f"{describe_deaths(self._replaced)}; replaced")
         died = {death.failure.rank for death in self._replaced}
+        by_spare = [each for host in self._hosts.hosts for each in self._filled.get(host, ())]
+        how = describe_spares(by_spare)
+        if how and self._moved:
+            how = f",{how.removeprefix(',')}"
         self._hosts.say(
             {
                 "do": "recovered",
                 "number": self.number,
                 "ranks": sorted(died),
-                "what": "; ".join(parts) or "all ranks met again",
+                "what": "; ".join(parts) + how if parts else "all ranks met again",
                 "seconds": round(time.monotonic() - began_s, 3),
                 "deaths": [death.facts() for death in self._replaced],
                 "decided_ns": self._decided_ns,
                 "script_s": 0.0,
-                "spares": 0,
+                "spares": sum(by_spare),
                 "newcomer": self._joining.newcomer if self._joining.newcomer in self._moved else None,
             }
         )
         self._replaced.clear()
         self._moved.clear()
+        self._filled.clear()
         self._began_s = None
 
     def _go_on(self, entry: Mapping[str, Any]) -> None:
