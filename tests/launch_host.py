@@ -45,7 +45,11 @@ def serve() -> str:
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
-    import unisono.trainer  # noqa: F401
+    import unisono.comm
+    import unisono.parallel
+    import unisono.rank_zero
+    import unisono.shm.process_group
+    import unisono.trainer.trainer  # noqa: F401
 
     fast_exit.prepare(programs=False)  # torch takes back none of its operators when an agent ends
     assert threading.active_count() == 1

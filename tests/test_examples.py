@@ -12,9 +12,9 @@ from unisono.report.source import open_run
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, fork_ranks, tmp_path):
+def test_digits_learns_resumes_and_prints_accuracy_and_digest(fork_ranks, tmp_path):
     options = ["--epochs", 3, "--batch-size", 96, "--virtual-ranks", 4, "--workers", 1, "--seed", 3]
-    whole = run_ranks(2, EXAMPLES / "digits.py", *options).lines()
+    whole = fork_ranks(2, EXAMPLES / "digits.py", *options).lines()
     accuracy, sha = whole[-2:]
     found = re.fullmatch(r"test accuracy: (\d\.\d{4}) \((\d+)/360\)", accuracy)
     assert found

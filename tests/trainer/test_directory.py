@@ -78,12 +78,13 @@ def test_trainers_of_one_process_take_over(tmp_path):
     assert make_trainer(tmp_path).steps_done == 4
 
 
-def test_a_loop_that_is_over_gives_its_directory_back(tmp_path, monkeypatch):
+def test_a_loop_that_is_over_gives_its_directory_back(fork_python, tmp_path, monkeypatch):
     monkeypatch.setattr("unisono.state.lock._PATIENCE_S", 0.0)
     first = make_trainer(tmp_path)
     fit(first)
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    assert "held" in subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout
+    holder = tmp_path / "holder.py"
+    holder.write_text(HOLDER)
+    assert fork_python(holder, tmp_path) == ["held"]
     assert len(fit(first, epochs=2)) == 2  # nobody has gone on with it
     child = os.fork()
     if not child:  # a worker that outlives its parent does not keep the lock

@@ -43,7 +43,7 @@ def test_models_of_others_and_memory_that_others_see_have_them_too(fork_ranks, f
 @pytest.mark.parametrize(
     "later",
     [
-        pytest.param([(2, "block"), (3, "size")], id="parts"),
+        pytest.param([(3, "block"), (2, "size")], id="parts"),
         pytest.param([(1, "whole"), (2, "block", "apart=1")], id="apart", marks=pytest.mark.soak),
     ],
 )

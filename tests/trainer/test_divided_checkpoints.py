@@ -18,14 +18,21 @@ def undisturbed(fork_python, tmp_path_factory):
     return line.removeprefix("from 0 ")
 
 
+@pytest.fixture(scope="module")
+def run_until_5(tmp_path_factory):
+    """The directory of that run, empty until a test needs it: each test has a copy, and goes on."""
+    return tmp_path_factory.mktemp("until_5") / "run"
+
+
 @pytest.fixture
-def saved(fork_ranks, tmp_path):
+def saved(fork_ranks, run_until_5, tmp_path):
     """The directory of a run of which 3 ranks have written the checkpoints of steps 3 and 5 in parts."""
-    fork_ranks(3, PROGRAM, tmp_path, "block", "compare", "max_steps=5")
-    folder = tmp_path / "checkpoints"
-    shutil.rmtree(folder / "step-000000005")
-    (folder / "tag-parts").rename(folder / "step-000000005")
-    return tmp_path
+    if not run_until_5.exists():
+        fork_ranks(3, PROGRAM, run_until_5, "block", "compare", "max_steps=5")
+        folder = run_until_5 / "checkpoints"
+        shutil.rmtree(folder / "step-000000005")
+        (folder / "tag-parts").rename(folder / "step-000000005")
+    return Path(shutil.copytree(run_until_5, tmp_path / "run"))
 
 
 def regions(folder, name):

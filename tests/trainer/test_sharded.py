@@ -36,7 +36,9 @@ def test_an_epoch_ends_where_a_shard_has_nothing_left_for_a_batch(on_one_rank):
     assert on_one_rank[-1] == "opened [0, 1, 2, 3]"
 
 
-@pytest.mark.parametrize(("n", "engine"), [(2, "shared"), (3, "collective"), (4, "auto")])
+@pytest.mark.parametrize(
+    ("n", "engine"), [(2, "shared"), (3, "collective"), pytest.param(4, "auto", marks=pytest.mark.soak)]
+)
 def test_a_rank_opens_its_own_shards_alone_and_the_number_of_ranks_changes_no_bit(
     fork_ranks, tmp_path, on_one_rank, n, engine
 ):

@@ -27,7 +27,9 @@ def on_one_rank(fork_python):
     return {name: fork_python(PROGRAMS / f"{name}.py", "auto")[-2:] for name in NAMES}
 
 
-@pytest.mark.parametrize(("n", "engine"), [(2, "collective"), (3, "shared"), (4, "collective")])
+@pytest.mark.parametrize(
+    ("n", "engine"), [(2, "collective"), (3, "shared"), pytest.param(4, "collective", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_number_of_ranks_and_engine_change_no_bit(fork_ranks, on_one_rank, name, n, engine):
     assert fork_ranks(n, PROGRAMS / f"{name}.py", engine).lines()[-2:] == on_one_rank[name]
