@@ -8,6 +8,7 @@ from typing import Any
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.pipeline.plan_cache import model_state
 from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.modules import to_device
@@ -86,7 +87,8 @@ class SampleResults:
         try:
             first = next(iter(inputs), None)
             cut.divide(self._function, first, micro_batches=len(inputs), loss_of=None)
-            plans = [cut.plan(self._models, self._function, each) for each in inputs]
+            state = model_state(self._models)
+            plans = [cut.plan(self._models, self._function, each, state) for each in inputs]
             cut.runner(self._models).infer(self._function, inputs, plans, passes)
         finally:
             leave(inside)
