@@ -13,6 +13,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from types import MappingProxyType
 
 import pytest
 
-from launcher import TIMEOUT_S, Launcher, LaunchHost
+from launcher import TIMEOUT_S, Host, Launcher, LaunchHost
 from ports import free_port
 from printed import ranks_of
 
@@ -100,7 +101,7 @@ def run_ranks(tmp_path: Path, launch_host: LaunchHost | None) -> Runner:
 class RankHost:
     """Forks ranks that have imported torch; see rank_host.py."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Host) -> None:
         self._process = process
 
     def run(
@@ -130,7 +131,6 @@ class RankHost:
             "watched": watched,
             "timeout_s": TIMEOUT_S,
         }
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         codes, first = json.loads(self._process.stdout.readline())
@@ -138,17 +138,36 @@ class RankHost:
 
 
 @pytest.fixture(scope="session")
-def rank_host() -> Iterator[RankHost]:
-    """The process that forks ranks for this process's tests."""
+def start_host() -> Iterator[Callable[[str], Host]]:
+    """Start a host from a process that has imported torch once for both; see warm_host.py."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
-    environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-    environ |= {"HF_HUB_OFFLINE": "1"}  # read when the host imports transformers
-    command = [sys.executable, str(Path(__file__).parent / "rank_host.py")]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True) as process:
-        yield RankHost(process)
-        process.stdin.close()  # type: ignore[union-attr]
+    environ |= {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    ours, theirs = socket.socketpair()
+    # The command names launch_host, by which Launcher finds the processes of a job.
+    code = "import warm_host; exec(warm_host.serve(int(sys.argv[1])))  # rank_host or launch_host"
+    command = [sys.executable, "-c", f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; {code}"]
+    command.append(str(theirs.fileno()))
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environ, start_new_session=True
+    ) as process:
+        theirs.close()
+
+        def start(name: str) -> Host:
+            (read_in, write_in), (read_out, write_out) = os.pipe(), os.pipe()
+            socket.send_fds(ours, [name.encode()], [read_in, write_out])
+            os.close(read_in), os.close(write_out)
+            return Host(os.fdopen(write_in, "w"), os.fdopen(read_out))
+
+        yield start
+        ours.close()
         process.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def rank_host(start_host: Callable[[str], Host]) -> Iterator[RankHost]:
+    """The process that forks ranks for this process's tests."""
+    with start_host("rank_host") as host:
+        yield RankHost(host)
 
 
 @pytest.fixture
@@ -199,19 +218,15 @@ def fork_python(rank_host: RankHost, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def launch_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchHost | None]:
+def launch_host(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LaunchHost | None]:
     """The process that forks launchers for this process's tests; None if FRESH_LAUNCHES asks for new processes."""
     if os.environ.get("FRESH_LAUNCHES") == "1":
         yield None
         return
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
-    code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import launch_host; exec(launch_host.serve())"
-    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
-    environ |= {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True) as host:
+    with request.getfixturevalue("start_host")("launch_host") as host:
         yield LaunchHost(host, tmp_path_factory.mktemp)
-        host.stdin.close()
-        host.wait(timeout=60)
 
 
 @pytest.fixture(autouse=True)

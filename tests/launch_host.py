@@ -41,16 +41,7 @@ _LEFT_S = 30.0
 def serve() -> str:
     """Run jobs until there are no more. Returns: what the forked processes of a job go on with."""
     gc.disable()  # what an import makes stays, and to look for garbage in it takes a sixth of the time
-    import torch
-    import torch._dynamo
-    import torch.distributed  # noqa: F401
-
-    import unisono.comm
-    import unisono.parallel
-    import unisono.rank_zero
-    import unisono.shm.process_group
-    import unisono.trainer.trainer  # noqa: F401
-
+    import_all()
     fast_exit.prepare(programs=False)  # torch takes back none of its operators when an agent ends
     assert threading.active_count() == 1
     set_subreaper(True)  # for what a job leaves behind
@@ -74,6 +65,19 @@ def serve() -> str:
         _close(job["files"])
         print(json.dumps([_wait(pid, job["timeout_s"]), _wait_for_the_rest()]), flush=True)
     return ""
+
+
+def import_all() -> None:
+    """Import what ranks and launchers do."""
+    import torch
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
+
+    import unisono.comm
+    import unisono.parallel
+    import unisono.rank_zero
+    import unisono.shm.process_group
+    import unisono.trainer.trainer  # noqa: F401
 
 
 def _start(job: dict) -> int:

@@ -11,8 +11,9 @@ import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kernel import set_subreaper
 from printed import ranks_of
@@ -20,10 +21,26 @@ from printed import ranks_of
 TIMEOUT_S = 120
 
 
+@dataclass(frozen=True)
+class Host:
+    """Standard input and output of a process that does what it reads, line by line; it ends when they are closed."""
+
+    stdin: IO[str]
+    stdout: IO[str]
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stdin.close()
+        self.stdout.read()  # to the end of the process
+        self.stdout.close()
+
+
 class LaunchHost:
     """Forks launchers that have imported torch; see launch_host.py."""
 
-    def __init__(self, process: subprocess.Popen[str], make_folder: Callable[[str], Path]) -> None:
+    def __init__(self, process: Host | subprocess.Popen[str], make_folder: Callable[[str], Path]) -> None:
         self._process = process
         self._make_folder = make_folder
 

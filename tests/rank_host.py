@@ -1,7 +1,8 @@
 """A process that has imported what ranks import, and forks the ranks of each job that a test asks for.
 
 Most tests are about what ranks do, and not about how they are started: torch then need not be imported for each job.
-Run as a program it reads one job a line from standard input, as JSON, and answers with how each rank ended.
+It reads one job a line from standard input, as JSON, and answers with how each rank ended. The interpreter runs what
+`serve` returns at its top level.
 
 With SLOW_RANKS=SEED in the environment each rank sleeps now and then, at random calls: a test that passes only if some
 rank is faster than another fails for some seeds.
@@ -24,7 +25,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from launch_host import import_all
+
 _GRACE_S = 10.0
+
+_ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
+"""What ranks have besides what they are given. transformers reads its own when this process imports it."""
 
 _SHOW_STACKS = signal.SIGRTMAX - 3
 """Makes a rank, and each process that it has forked, write its stacks to standard error."""
@@ -144,31 +150,33 @@ def _end() -> NoReturn:
     os._exit(0)
 
 
-if __name__ == "__main__":
+def serve() -> str:
+    """Fork ranks until there are no more jobs. Returns: what a rank goes on with."""
     gc.disable()  # what an import makes stays, and to look for garbage in it takes a sixth of the time
+    import_all()
     import torch
-    import torch._dynamo
-    import torch.distributed
 
-    import unisono.comm
-    import unisono.parallel
-    import unisono.rank_zero
-    import unisono.shm.process_group
-    import unisono.trainer.trainer  # noqa: F401
     from unisono.launch.fast_exit import prepare
 
     assert threading.active_count() == 1
     torch.set_num_threads(1)
     prepare(programs=False)  # torch takes back none of its operators when a rank ends
+    os.environ.update(_ENVIRONMENT)
     # What has been imported is not looked at by the collector of each rank, whose memory would be copied for it.
     gc.enable()
     gc.collect()
     gc.freeze()
-    if found := _serve():
-        _become(found)
-        try:
-            runpy.run_path(found["script"], run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise
-        _end()
+    if not (found := _serve()):
+        return ""
+    _become(found)
+    return "host.run()"
+
+
+def run() -> NoReturn:
+    """Run the program of a rank to its end."""
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    _end()
