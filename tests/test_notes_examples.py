@@ -49,8 +49,8 @@ def test_roles(run_ranks):
     assert job.lines(1)[-1].startswith("master address and port: set")
 
 
-def test_init_methods():
-    assert run_python("init_methods.py") == [
+def test_init_methods(fork_python):
+    assert fork_python(FOLDER / "init_methods.py") == [
         f"{method}: 2 ranks met, 1 + 2 = 3" for method in ("tcp://", "file://", "env://")
     ]
 

@@ -21,7 +21,7 @@ REPORT = """
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak), 4])
 def test_ranks_find_torchruns_variables_and_each_other(launcher, ranks):
     result = launcher.run_script(REPORT, ranks=ranks)
     assert (result.returncode, result.stderr) == (0, "")

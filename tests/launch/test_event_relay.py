@@ -51,8 +51,8 @@ def test_a_relay_without_events_loads_no_display():
     assert relay.display is None
 
 
-def test_the_agent_draws_the_progress_of_rank_0(launcher):
-    result = launcher.run_script(
+def test_the_agent_draws_the_progress_of_rank_0(warm_launcher):
+    result = warm_launcher.run_script(
         """
         import json, os, time
         if "UNISONO_EVENTS_FD" in os.environ:

@@ -65,22 +65,22 @@ FILES = {"text", "packed.gz", "own", "raw", "kept", "circle", "frame", "helped"}
 
 
 @pytest.mark.parametrize("more", [(), ("replaced",)], ids=["plain", "with functions replaced"])
-def test_what_a_program_leaves_to_its_end_is_done_as_by_python(launcher, more):
-    launcher.write("helper.py", "import os\nfile = open(os.environ['HELPED'], 'w')\nfile.write('helped')")
-    script = launcher.write("script.py", ENDINGS)
+def test_what_a_program_leaves_to_its_end_is_done_as_by_python(warm_launcher, more):
+    warm_launcher.write("helper.py", "import os\nfile = open(os.environ['HELPED'], 'w')\nfile.write('helped')")
+    script = warm_launcher.write("script.py", ENDINGS)
     found = {}
     for name in ("python", "unisono"):
-        folder = launcher.folder / name
+        folder = warm_launcher.folder / name
         folder.mkdir()
-        launcher.environment["HELPED"] = str(folder / "helped")
+        warm_launcher.environment["HELPED"] = str(folder / "helped")
         if name == "python":
             done = subprocess.run(
                 [sys.executable, script, str(folder), *more],
-                cwd=launcher.folder, env=launcher.environment, capture_output=True, text=True, check=False,
+                cwd=warm_launcher.folder, env=warm_launcher.environment, capture_output=True, text=True, check=False,
             )  # fmt: skip
             out, err = done.stdout.splitlines(), done.stderr
         else:
-            done = launcher.run("run", script, str(folder), *more)
+            done = warm_launcher.run("run", script, str(folder), *more)
             out, err = [line.removeprefix("[0] ") for line in done.stdout.splitlines()], done.stderr
             assert "exit code    1" in err
         assert "a message" in err
@@ -92,8 +92,8 @@ def test_what_a_program_leaves_to_its_end_is_done_as_by_python(launcher, more):
     assert found["unisono"] == found["python"]
 
 
-def test_threads_that_run_to_the_end_do_not_see_modules_without_content(launcher):
-    result = launcher.run_script(
+def test_threads_that_run_to_the_end_do_not_see_modules_without_content(warm_launcher):
+    result = warm_launcher.run_script(
         """
         import threading, time
         def work():
@@ -107,10 +107,10 @@ def test_threads_that_run_to_the_end_do_not_see_modules_without_content(launcher
         """
     )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
-    assert (launcher.folder / "file").read_text() == "written"
+    assert (warm_launcher.folder / "file").read_text() == "written"
 
 
-def test_the_interpreters_own_end_can_be_asked_for(launcher):
+def test_the_interpreters_own_end_can_be_asked_for(warm_launcher):
     source = """
         import ctypes
         register = ctypes.PyDLL(None).Py_AtExit
@@ -119,9 +119,9 @@ def test_the_interpreters_own_end_can_be_asked_for(launcher):
         libc = ctypes.CDLL(None)
         assert register(ctypes.cast(libc.abort, ctypes.c_void_p)) == 0
     """
-    assert launcher.run_script(source, ranks=1).returncode == 0
-    launcher.environment["UNISONO_FULL_EXIT"] = "1"
-    assert launcher.run_script(source, ranks=1).returncode == 128 + 6
+    assert warm_launcher.run_script(source, ranks=1).returncode == 0
+    warm_launcher.environment["UNISONO_FULL_EXIT"] = "1"
+    assert warm_launcher.run_script(source, ranks=1).returncode == 128 + 6
 
 
 def test_standard_output_that_cannot_be_flushed_is_told(launcher):

@@ -27,10 +27,10 @@ def test_arguments_after_the_script_are_the_scripts(launcher):
     assert launcher.values(result) == {0: [*expected, "found", None, ""]}
 
 
-def test_a_module_runs_like_python_m(launcher):
-    launcher.write("package/__init__.py", "")
-    launcher.write("package/part.py", "WORD = 'found'")
-    launcher.write(
+def test_a_module_runs_like_python_m(warm_launcher):
+    warm_launcher.write("package/__init__.py", "")
+    warm_launcher.write("package/part.py", "WORD = 'found'")
+    warm_launcher.write(
         "package/__main__.py",
         """
         import json, sys
@@ -38,9 +38,9 @@ def test_a_module_runs_like_python_m(launcher):
         print(json.dumps([sys.argv, __name__, __package__, __spec__.name, WORD]))
         """,
     )
-    result = launcher.run("run", "-n", "1", "-m", "package", "-m", "x")
-    path = str(launcher.folder / "package/__main__.py")
-    assert launcher.values(result) == {0: [[path, "-m", "x"], "__main__", "package", "package.__main__", "found"]}
+    result = warm_launcher.run("run", "-n", "1", "-m", "package", "-m", "x")
+    path = str(warm_launcher.folder / "package/__main__.py")
+    assert warm_launcher.values(result) == {0: [[path, "-m", "x"], "__main__", "package", "package.__main__", "found"]}
 
 
 def test_objects_of_the_programs_classes_come_back_from_processes_that_start_afresh(warm_launcher):
@@ -130,10 +130,10 @@ def test_a_missing_submodule_is_reported(warm_launcher):
     assert said.startswith("unisono: rank 0 failed: ModuleNotFoundError: no module named 'json.nothing'")
 
 
-def test_a_syntax_error_is_said_once_in_pythons_words(launcher):
-    result = launcher.run_script("x = = 1\n")
+def test_a_syntax_error_is_said_once_in_pythons_words(warm_launcher):
+    result = warm_launcher.run_script("x = = 1\n")
     assert result.returncode == 1
-    path = launcher.folder / "script.py"
+    path = warm_launcher.folder / "script.py"
     assert result.stderr.splitlines() == [
         f'  File "{path}", line 1',
         "    x = = 1",
@@ -204,9 +204,9 @@ def test_what_all_ranks_would_import_is_imported_once(launcher, ranks, module, t
 
 
 @pytest.mark.parametrize(("text", "set_to"), [("unisono.Trainer(model)", "1"), ("Trainer(model)", "None")])
-def test_large_tensors_lie_on_huge_pages_where_a_trainer_keeps_freed_memory(launcher, text, set_to):
+def test_large_tensors_lie_on_huge_pages_where_a_trainer_keeps_freed_memory(warm_launcher, text, set_to):
     source = f"import os\nprint(os.environ.get('THP_MEM_ALLOC_ENABLE'))  # {text}"
-    result = launcher.run("run", launcher.write("script.py", source))
+    result = warm_launcher.run("run", warm_launcher.write("script.py", source))
     assert result.stdout.split()[-1] == set_to
 
 
@@ -269,18 +269,18 @@ def test_archives_folders_and_compiled_scripts_run_as_by_python(warm_launcher):
         assert warm_launcher.values(result) == {0: json.loads(done.stdout)}, target
 
 
-def test_what_cannot_be_run_is_said_once(launcher):
-    (launcher.folder / "empty").mkdir()
-    zipapp.create_archive(launcher.folder / "empty", launcher.folder / "empty.pyz", main="nothing:main")
-    (launcher.folder / "old.pyc").write_bytes(b"\x00\x01\r\n" + bytes(12))
-    with zipfile.ZipFile(launcher.folder / "no_main.pyz", "w") as archive:
+def test_what_cannot_be_run_is_said_once(warm_launcher):
+    (warm_launcher.folder / "empty").mkdir()
+    zipapp.create_archive(warm_launcher.folder / "empty", warm_launcher.folder / "empty.pyz", main="nothing:main")
+    (warm_launcher.folder / "old.pyc").write_bytes(b"\x00\x01\r\n" + bytes(12))
+    with zipfile.ZipFile(warm_launcher.folder / "no_main.pyz", "w") as archive:
         archive.writestr("other.py", "")
-    launcher.write("wrong/__main__.py", "x = = 1")
+    warm_launcher.write("wrong/__main__.py", "x = = 1")
     for target, said, code in (
         ("empty", "unisono: there is no __main__.py in the directory 'empty'; name a script inside it", 2),
         ("no_main.pyz", "unisono: there is no __main__.py in the archive 'no_main.pyz'", 2),
         ("old.pyc", "unisono: 'old.pyc' was compiled by another version of Python", 2),
-        ("wrong", f'  File "{launcher.folder}/wrong', 1),
+        ("wrong", f'  File "{warm_launcher.folder}/wrong', 1),
     ):
-        result = launcher.run("run", "-n", "2", target)
+        result = warm_launcher.run("run", "-n", "2", target)
         assert (result.stderr[: len(said)], result.returncode) == (said, code)

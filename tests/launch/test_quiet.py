@@ -28,9 +28,9 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_quiet_script_is_quiet(launcher, ranks):
-    result = launcher.run_script(TRAIN, ranks=ranks)
+@pytest.mark.parametrize(("fixture", "ranks"), [("warm_launcher", 1), ("launcher", 3)])
+def test_a_quiet_script_is_quiet(request, fixture, ranks):
+    result = request.getfixturevalue(fixture).run_script(TRAIN, ranks=ranks)
     assert (result.stderr, result.returncode) == ("", 0)
     assert printed(result.stdout) == {rank: [f"done {ranks}"] for rank in range(ranks)}
 

@@ -70,8 +70,8 @@ def test_a_generation_sees_nothing_of_the_one_before(store_port, rank_host, tmp_
         assert (codes, told) == ([0], ["False\n", ""])
 
 
-def test_a_store_at_an_address_of_the_scripts_own_listens_on_loopback_only(launcher):
-    result = launcher.run_script(
+def test_a_store_at_an_address_of_the_scripts_own_listens_on_loopback_only(warm_launcher):
+    result = warm_launcher.run_script(
         """
         import os, sys
         from pathlib import Path

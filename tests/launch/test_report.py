@@ -201,8 +201,8 @@ def test_the_same_facts_are_given_as_json():
     assert [failure["rank"] for failure in data["victims"]] == [0]
 
 
-def test_an_error_of_a_signal_handler_while_another_error_is_recorded_is_reported(launcher):
-    result = launcher.run_script(
+def test_an_error_of_a_signal_handler_while_another_error_is_recorded_is_reported(warm_launcher):
+    result = warm_launcher.run_script(
         """
         import signal
 

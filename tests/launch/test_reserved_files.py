@@ -4,8 +4,8 @@ import pytest
 
 
 @pytest.mark.parametrize(("method", "highest"), [("spawn", 1000), ("fork", "os.sysconf('SC_OPEN_MAX')")])
-def test_a_rank_that_closes_all_files_fails_under_its_own_name(launcher, method, highest):
-    script = launcher.write(
+def test_a_rank_that_closes_all_files_fails_under_its_own_name(warm_launcher, method, highest):
+    script = warm_launcher.write(
         "script.py",
         f"""
         import ctypes, os, sys, time
@@ -22,10 +22,10 @@ def test_a_rank_that_closes_all_files_fails_under_its_own_name(launcher, method,
         ("raise", "unisono: rank 1 failed: ValueError: of rank 1\n", 1),
         ("crash", "unisono: rank 1 was killed by SIGSEGV", 139),
     ):
-        result = launcher.run("run", "-n", "2", "--start-method", method, script, how)
+        result = warm_launcher.run("run", "-n", "2", "--start-method", method, script, how)
         assert result.returncode == code
         assert result.stderr.startswith(said)
         assert "forkserver" not in result.stderr
-        assert {(launcher.folder / f"mine{number}").read_text() for number in range(100)} == {""}
+        assert {(warm_launcher.folder / f"mine{number}").read_text() for number in range(100)} == {""}
         if highest == 1000 and how == "crash":
             assert "ctypes.string_at(0)" in result.stderr  # the fault handler's file was still open

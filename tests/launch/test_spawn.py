@@ -129,7 +129,9 @@ def test_locks_queues_pipes_and_shared_memory_are_shared(spawning):
     queue.join_thread()
 
 
-@pytest.mark.parametrize("grace_period", [0, 0.0, 0.01, 0.1])
+@pytest.mark.parametrize(
+    "grace_period", [0, pytest.param(0.0, marks=pytest.mark.soak), pytest.param(0.01, marks=pytest.mark.soak), 0.1]
+)
 def test_ranks_that_do_not_end_are_killed_after_the_grace_period(spawning, grace_period):
     queue, heard = spawning.SimpleQueue(), spawning.Event()
     context = unisono.spawn(stay, (queue, heard, spawning.Event()), nprocs=2, join=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+import pytest
 
 _BEGIN = """
 import os, random, signal, sys, threading, time
@@ -50,14 +52,16 @@ def took(function):
 )
 
 
-def _forked(tmp_path: Path, body: str) -> str:
-    """Run a script that forks its ranks; give what it printed."""
-    script = tmp_path / "script.py"
+def _run(fork_python: Callable[..., list[str]], folder: Path, body: str) -> str:
+    script = folder / "script.py"
     script.write_text(_FORKED + body)
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    return "\n".join(fork_python(script, folder))
+
+
+@pytest.fixture
+def forked(fork_python: Callable[..., list[str]], tmp_path: Path) -> Callable[[str], str]:
+    """Run a script that forks its ranks; give what it printed."""
+    return partial(_run, fork_python, tmp_path)
 
 
 _DEATH = """
@@ -82,8 +86,8 @@ print(ranks(3, body))
 """
 
 
-def test_a_dead_rank_is_named_and_what_it_sent_before_arrives(tmp_path: Path):
-    said = _forked(tmp_path, _DEATH)
+def test_a_dead_rank_is_named_and_what_it_sent_before_arrives(forked: Callable[[str], str]):
+    said = forked(_DEATH)
     assert "[0, -9, 0]" in said, said
     lines = [line for line in said.splitlines() if line.startswith("raised")]
     assert len(lines) == 4 and all(line.startswith("raised in time") for line in lines), said
@@ -105,8 +109,8 @@ print(ranks(2, body))
 """
 
 
-def test_a_timeout_names_the_rank_that_is_missing(tmp_path: Path):
-    said = _forked(tmp_path, _LATE)
+def test_a_timeout_names_the_rank_that_is_missing(forked: Callable[[str], str]):
+    said = forked(_LATE)
     assert "[0, 0]" in said, said
     assert said.count("receive from rank 1 (tag 3, 20 bytes) timed out: rank 1 did not take part within 1 s") == 2, said
 
@@ -137,8 +141,8 @@ print(ranks(3, body))
 """
 
 
-def test_a_rank_that_has_left_the_group_is_named_too(tmp_path: Path):
-    said = _forked(tmp_path, _GONE)
+def test_a_rank_that_has_left_the_group_is_named_too(forked: Callable[[str], str]):
+    said = forked(_GONE)
     assert "[0, 0, 0]" in said, said
     assert "receive from rank 2 (tag 0, 4 bytes): the group was left by rank 2" in said, said
 
@@ -164,6 +168,6 @@ print(ranks(2, body))
 """
 
 
-def test_a_forked_child_cannot_disturb_its_parent(tmp_path: Path):
-    said = _forked(tmp_path, _FORKS)
+def test_a_forked_child_cannot_disturb_its_parent(forked: Callable[[str], str]):
+    said = forked(_FORKS)
     assert "[0, 0]" in said and said.count("is not part of the group") == 2, said
