@@ -13,6 +13,7 @@ agent of a job that names a parent becomes a child of that, and its process id i
 The interpreter runs the code that `serve` returns at its top level, so that no frame of this file lies below a rank.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -23,8 +24,10 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from kernel import mark_memory, set_subreaper
 from unisono.launch import fast_exit, forkserver_handle
@@ -148,6 +151,11 @@ def _become_agent(job: dict) -> str:
     sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
     os.chdir(job["cwd"])
     _set_environment(job["environment"])
+    sys.path[0] = job["cwd"]  # where it held this file's folder
+    sys.argv = ["unisono", *job["arguments"]]
+    if job["arguments"][0] == "drill":
+        forkserver_handle.subprocess = _SubprocessOfDrill()
+        return _AGENT
     # A process that is there before the agent begins is to the agent one of its caller's, which it would not end. So
     # the one that waits forks when it is asked for the server, and ends.
     ours, theirs = socket.socketpair()
@@ -156,8 +164,6 @@ def _become_agent(job: dict) -> str:
         return _become_server(Channel(theirs))
     theirs.close()
     forkserver_handle.subprocess = _Subprocess(waiting, Channel(ours))
-    sys.path[0] = job["cwd"]  # where it held this file's folder
-    sys.argv = ["unisono", *job["arguments"]]
     return _AGENT
 
 
@@ -177,11 +183,72 @@ class _Subprocess:
         os.waitpid(self._waiting, 0)
         ((message, _),) = self._channel.receive()
         self._channel.close()
-        process = subprocess.Popen.__new__(subprocess.Popen)
-        nothing = dict.fromkeys(("stdin", "stdout", "stderr", "returncode"))
-        vars(process).update(nothing, args=command, pid=message["pid"], _child_created=True)
-        process._waitpid_lock = threading.Lock()
-        return process
+        return _popen(command, message["pid"])
+
+
+class _SubprocessOfDrill:
+    """Stands in for the module in a drill, whose processes become an agent each. The servers are forks of these.
+
+    The frames of the drill lie below such a server and its ranks, and stay there.
+    """
+
+    DEVNULL = subprocess.DEVNULL
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def Popen(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **options: object):  # noqa: N802
+        assert options == {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        assert command[2].endswith(_SERVER) and pass_fds == [int(command[3])]
+        told, tell = os.pipe()
+        if not (between := os.fork()):
+            if not (pid := os.fork()):
+                _run_server(command, env, pass_fds)
+            os.write(tell, str(pid).encode())
+            os._exit(0)  # the agent is a subreaper
+        os.waitpid(between, 0)
+        pid = int(os.read(told, 32))
+        _close([told, tell])
+        return _popen(command, pid)
+
+
+def _run_server(command: list[str], environment: dict[str, str], kept: list[int]) -> NoReturn:
+    """Be, to all that matters, a new process with these arguments, and run it to its end."""
+    code = 1
+    try:
+        while os.getppid() != int(command[4]):
+            time.sleep(0.001)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for signum in signal.valid_signals():
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for file in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+            # Not closed: objects of the agent have these numbers, and would close those who got them next.
+            if file not in (1, 2, *kept):
+                with suppress(OSError):  # that of the folder
+                    os.fstat(file)
+                    os.dup2(null, file, inheritable=file == 0)
+        _set_environment(environment)
+        del sys.path[0]
+        sys.argv = ["-c", *command[3:]]
+        exec(_SERVER, {"__name__": "__main__"})
+        code = 0
+    except SystemExit as end:  # of a rank whose interpreter is to end it
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # nothing above may go on here
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _popen(command: list[str], pid: int) -> subprocess.Popen[bytes]:
+    process: subprocess.Popen[bytes] = subprocess.Popen.__new__(subprocess.Popen)
+    nothing = dict.fromkeys(("stdin", "stdout", "stderr", "returncode"))
+    vars(process).update(nothing, args=command, pid=pid, _child_created=True)
+    process._waitpid_lock = threading.Lock()
+    return process
 
 
 def _become_server(agent: Channel) -> str:

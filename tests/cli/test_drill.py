@@ -35,8 +35,8 @@ for epoch in trainer.epochs(2):
 
 
 @pytest.fixture
-def launcher(tmp_path):
-    launcher = Launcher(tmp_path)  # a new process: the warm one starts one job
+def launcher(tmp_path, launch_host):
+    launcher = Launcher(tmp_path, launch_host)
     launcher.environment["TMPDIR"] = str(tmp_path)  # for the runs of drills that fail
     yield launcher
     launcher.check_nothing_is_left()
