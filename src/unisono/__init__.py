@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from unisono.launch.spawn.caller import spawn
     from unisono.metrics.average import Average
     from unisono.parallel.losses import Sum
+    from unisono.rank_zero.image import Image
     from unisono.rank_zero.main_first import main_first
     from unisono.rank_zero.printing import print0
     from unisono.rank_zero.progress_bar import progress
@@ -39,6 +40,7 @@ __all__ = [
     "Carried",
     "Checkpoints",
     "DiLoCo",
+    "Image",
     "Job",
     "LocalSGD",
     "RunLog",
@@ -65,6 +67,7 @@ _HOMES = {
     "Carried": "unisono.trainer.carried",
     "Checkpoints": "unisono.state.policy",
     "DiLoCo": "unisono.engine.local_steps.sync_settings",
+    "Image": "unisono.rank_zero.image",
     "Job": "unisono.job.current",
     "LocalSGD": "unisono.engine.local_steps.sync_settings",
     "Average": "unisono.metrics.average",

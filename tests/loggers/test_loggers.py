@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import subprocess
@@ -21,6 +22,7 @@ from unisono.loggers import (
     Logger,
     MLflowLogger,
     OpenTelemetryLogger,
+    PrometheusLogger,
     TensorBoardLogger,
     WandbLogger,
     logger,
@@ -230,6 +232,41 @@ def test_mlflow_gets_metrics_in_batches_parameters_and_an_end(stand_ins, monkeyp
         train(make_trainer(listener), epochs=1)
     assert mlflow.calls[:2] == [("MlflowClient", None), ("update_run", "r1", "RUNNING")]
     assert mlflow.calls[-1] == ("set_terminated", "r1", "FINISHED")
+
+
+def test_texts_and_images_go_where_the_target_takes_them(stand_ins, tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    wandb, mlflow = stand_ins
+    monkeypatch.chdir(tmp_path)
+    listeners = [CSVLogger("x.csv"), TensorBoardLogger("tb"), WandbLogger(), MLflowLogger(), PrometheusLogger("x.prom")]
+    with contextlib.ExitStack() as stack:
+        for each in listeners:
+            stack.enter_context(each)
+        trainer = make_trainer(*listeners, directory="run")
+        trainer.log(**{"a/b": "before the first step"})
+        train(trainer, epochs=1)
+        trainer.log(**{"a/b": "# said <b>", "dots": unisono.Image(torch.eye(9), caption="nine")})
+        trainer.log(both="text", number=7)
+    (file,) = Path("run/images").iterdir()
+    reader = EventAccumulator("tb").Reload()
+    (image,) = reader.Images("dots")
+    assert (image.step, image.width, image.height) == (10, 0, 0)  # which TensorBoard takes from the file
+    assert image.encoded_image_string == file.read_bytes()
+    texts = reader.Tensors("a/b/text_summary")
+    assert [(each.step, each.tensor_proto.string_val[0]) for each in texts] == [
+        (0, b"before the first step"), (10, b"# said <b>")
+    ]  # fmt: skip
+    assert ("log", 10, {"epoch": 0, "both": "text", "number": 7}) in wandb.calls
+    sent = {"a/b": "# said <b>", "dots": wandb.Image(str(file.absolute()), "nine")}
+    assert ("log", 10, {"epoch": 0, **sent}) in wandb.calls
+    assert ("log_text", "r1", "# said <b>", "texts/a_b/step-000000010.txt") in mlflow.calls
+    assert ("log_artifact", "r1", str(file.absolute()), "images") in mlflow.calls
+    lines = rows(Path("x.csv"))
+    assert [int(line["step"]) for line in lines] == list(range(1, 11))
+    assert lines[-1]["number"] == "7" and not {"a/b", "dots", "both"} & lines[0].keys()
+    text = Path("x.prom").read_text()
+    assert 'name="number"' in text and 'name="both"' not in text
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard", "opentelemetry-api"])

@@ -90,7 +90,7 @@ def test_listeners_get_the_events_also_without_a_directory():
         (lambda log: log.step(loss=1.0, epoch=-1), "epoch=-1 must be at least 0"),
         (lambda log: log.step(loss=1.0, samples=1.5), "samples=1.5 must be a whole number"),
         (lambda log: log.evaluation("test"), "an evaluation needs a value"),
-        (lambda log: log.log(), "log needs a value"),
+        (lambda log: log.log(), "log.log was given nothing"),
     ],
 )
 def test_what_is_no_number_is_refused(call, message):

@@ -80,7 +80,7 @@ class Browser:
             self.problems.append(f"console.{parameters['type']}: {parameters['args']}")
         elif method == "Log.entryAdded":
             self.problems.append(parameters["entry"]["text"])
-        elif method == "Network.requestWillBeSent":
+        elif method == "Network.requestWillBeSent" and not parameters["request"]["url"].startswith("data:"):
             self.requests.append(parameters["request"]["url"])
 
     def open(self, page: Path, *, width: int, dark: bool = False, scripts: bool = True, media: str = "") -> None:

@@ -15,6 +15,7 @@ from unisono.report.downsampling import downsample
 from unisono.report.page import read_report, render_page
 from unisono.report.rank_times import PARTS, RankTimes
 from unisono.report.source import open_run
+from unisono.report.thumbnails import read_thumbnails
 from unisono.report.verdict import parts_of_time
 
 INSIDE = """[...document.querySelectorAll("main *")].filter((e) => {
@@ -29,6 +30,11 @@ INSIDE = """[...document.querySelectorAll("main *")].filter((e) => {
 ALIKE = """[...document.querySelectorAll(".y, .chart .x")].map((e) => [...e.children].map((s) => s.textContent))
   .filter((labels) => new Set(labels).size < labels.length)"""
 
+# Images that the browser has read, as large as they should be.
+DRAWN = (
+    "[...document.images].filter((e) => e.complete && e.naturalWidth && e.offsetWidth && e.offsetWidth <= 162).length"
+)
+
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
@@ -42,11 +48,14 @@ def browser(tmp_path_factory):
 @pytest.mark.parametrize("state", written_runs.STATES)
 def test_a_page_is_whole_in_a_browser(browser, tmp_path, state):
     page = tmp_path / "page.html"
-    page.write_text(render_page(open_run(written_runs.STATES[state](tmp_path / state))))
+    document = open_run(written_runs.STATES[state](tmp_path / state))
+    page.write_text(render_page(document, read_thumbnails(document, tmp_path / state)))
     for width, dark in ((400, False), (1280, True), (2560, False)):
         browser.open(page, width=width, dark=dark)
         assert browser.problems == []
         assert browser.requests == [page.resolve().as_uri()]
+        images = sum(map(len, document["images"].values()))
+        assert browser.value(DRAWN) == images == {"finished": 12, "nasty": 3}.get(state, 0)
         assert browser.value("document.title") == f"{state} - unisono report"
         assert browser.value("document.documentElement.scrollWidth") <= width
         assert browser.value(INSIDE) == []
@@ -118,3 +127,14 @@ def test_a_page_that_cannot_be_written_is_an_error_and_writes_nothing(tmp_path):
     assert isinstance(done.exception, ReportError)
     assert "cannot be written: No such file or directory" in str(done.exception)
     assert [path.name for path in folder.iterdir()] == ["events.jsonl"]
+
+
+def test_texts_and_images_stand_in_the_page_and_its_data(tmp_path):
+    folder = written_runs.nasty(tmp_path / "nasty")
+    assert CliRunner().invoke(cli, ["report", str(folder)], standalone_mode=False).exit_code == 0
+    page = (folder / "report.html").read_text()
+    assert page.count("<script") == 2 and page.count('src="data:image/png;base64,') == 3
+    told = json.loads(CliRunner().invoke(cli, ["report", "--json", str(folder / "report.html")]).stdout)
+    assert told["texts"][written_runs.NASTY][0]["text"].startswith(written_runs.NASTY + "\n\tnext line")
+    assert told["texts"]["long"] == [{"step": 3, "text": "w" * 1000 + "…"}]
+    assert (folder / told["images"]["wide"][0]["path"]).is_file()

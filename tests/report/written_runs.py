@@ -7,6 +7,11 @@ import math
 import random
 from pathlib import Path
 
+import torch
+
+from unisono.rank_zero.image import Image
+from unisono.rank_zero.image_folder import ImageFolder
+
 START_S = 1785225600.0
 NASTY = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
 FACTS = {
@@ -64,6 +69,16 @@ class Log:
         values = {metric: {"value": value, "total": 0.0, "count": 1}}
         self("evaluation", 0.2, epoch=epoch, name=name, values=values, seconds=0.2)
 
+    def samples(self, total: int, texts=None, *, images=None) -> None:
+        """Log texts, and pictures with a gradient, each with its shape and caption."""
+        folder, written = ImageFolder(self.folder, print), {}
+        for name, (shape, caption) in (images or {}).items():
+            height, width, channels = shape
+            across = torch.linspace(0, 1, width).expand(height, width)
+            pixels = torch.stack([across, *[across.flip(1)] * (channels - 1)], 2)
+            written[name] = folder.write(name, Image(pixels, caption=caption, layout="HWC"), step=total)
+        self("log", epoch=0, total_steps=total, values={}, texts=texts or {}, images=written)
+
     def checkpoint(self, total: int) -> None:
         self(
             "checkpoint",
@@ -78,7 +93,7 @@ class Log:
         return self.folder
 
 
-def _epochs(log: Log, epochs: range, *, ranks: int = 4, evaluates: bool = True, of: int = 10) -> None:
+def _epochs(log: Log, epochs: range, *, ranks: int = 4, evaluates: bool = True, of: int = 10, pictures=False) -> None:
     for epoch in epochs:
         log.epoch(epoch, first=20 * epoch)
         for step in range(20 * epoch + 1, 20 * epoch + 21):
@@ -90,11 +105,18 @@ def _epochs(log: Log, epochs: range, *, ranks: int = 4, evaluates: bool = True, 
         if evaluates:
             log.evaluation(epoch, value=1 - 0.8 * math.exp(-epoch / 3))
         log.checkpoint(20 * epoch + 20)
+        if pictures:
+            texts = {"prompt": f"Once upon a time, {epoch + 1} epochs ago."}
+            log.samples(
+                20 * epoch + 20,
+                texts,
+                images={"samples": ((200, 300, 3), f"epoch {epoch + 1}"), "digit": ((8, 8, 1), "")},
+            )
 
 
 def finished(folder: Path) -> Path:
     log = Log(folder)
-    _epochs(log, range(10))
+    _epochs(log, range(10), pictures=True)
     log("end", total_steps=200, seconds=log.now_s - START_S, digest="3f" * 32)
     return log.close()
 
@@ -191,6 +213,10 @@ def nasty(folder: Path) -> Path:
         log.step(step, 20, values={NASTY: 0.5 + step, "a_name_without_spaces_" * 12: 1.0})
         log("log", epoch=0, total_steps=step, values={"\u202eright to left": 1.0, "größe & <b>": -step})
     log.evaluation(0, name=NASTY, metric="<i>" * 40)
+    texts = {NASTY: NASTY + "\n\tnext line \x1b[31m", "long": "w" * 3000, "poem": "one\ntwo"}
+    log.samples(
+        3, texts, images={NASTY: ((30, 40, 3), NASTY + "q" * 300), "wide": ((5, 1024, 1), ""), "dot": ((1, 1, 4), "")}
+    )
     log("warning", message=NASTY + " " + "z" * 3000)
     log("failure", message=f"ValueError: {NASTY}")
     return log.close()

@@ -140,7 +140,7 @@ PREDICT = [
     ({"dataset": "data/test"}, TypeError, "a str is no map-style dataset"),
 ]
 LOG = [
-    ({"loss": "low"}, TypeError, "trainer.log(loss='low') is a str, which is no real number"),
+    ({"loss": b"low"}, TypeError, "trainer.log(loss=b'low') is a bytes, which is no real number"),
     ({"loss": None}, TypeError, "trainer.log(loss=None) is a NoneType"),
     ({"loss": 1j}, TypeError, "trainer.log(loss=1j) is a complex"),
     ({"loss": [1.0]}, TypeError, "trainer.log(loss=[1.0]) is a list"),

@@ -13,6 +13,7 @@ from unisono.report.output import write_lines, write_page
 from unisono.report.page import read_report, render_page
 from unisono.report.source import events_of, open_run
 from unisono.report.summary import Document
+from unisono.report.thumbnails import read_thumbnails
 from unisono.report.trace import trace_of
 from unisono.report.verdict import sentence, state_word
 from unisono.watch import read_events
@@ -64,7 +65,7 @@ def report(run: Path, output: Path | None, as_json: bool, trace: Path | None) ->
     document = open_run(run)
     if output is None:
         output = (run if run.is_dir() else run.parent) / "report.html"
-    page = render_page(document)
+    page = render_page(document, read_thumbnails(document, events_of(run).parent))
     if str(output) == "-":
         click.echo(page, nl=False)
         return 0

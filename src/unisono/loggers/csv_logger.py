@@ -19,7 +19,8 @@ class CSVLogger(Logger):
 
     All numbers of one step are on its line: the loss, numbers that `trainer.log` got after it, an evaluation. A resumed
     run continues in the file, after removing the lines of steps that it repeats. A run that starts from the beginning
-    does not add to the lines of another: an older file is renamed (metrics.csv becomes metrics.1.csv).
+    does not add to the lines of another: an older file is renamed (metrics.csv becomes metrics.1.csv). Texts and images
+    are left out.
 
     Args:
         path: The file. Missing folders are created.
@@ -51,7 +52,8 @@ class CSVLogger(Logger):
                 put_aside(self.path)
             self._table = CsvTable(self.path, last_step=self._resumed or 0)
         for row in rows:
-            self._table.add(row)
+            if row.values:
+                self._table.add(row)
         self._table.flush()
 
     def finish(self, *, failed: bool) -> None:

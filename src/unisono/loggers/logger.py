@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unisono.loggers.rows import Row, read_row, steps_done
@@ -56,6 +57,7 @@ class Logger:
         self._accepted = self._written = self._wanted = self._missed = 0
         self._closing = self._failed = self._off = False
         self._step = 0
+        self._run_folder: Path | None = None
 
     def begin(self, facts: Event) -> None:
         """Handle the start of a run.
@@ -72,7 +74,7 @@ class Logger:
         """
 
     def write(self, rows: Sequence[Row]) -> None:
-        """Write numbers, in the order of their steps; several rows may be of one step."""
+        """Write numbers, texts and images, in the order of their steps; several rows may be of one step."""
 
     def finish(self, *, failed: bool) -> None:
         """Complete the output. Not called if there was no event.
@@ -161,7 +163,9 @@ class Logger:
         rows: list[Row] = []
         for event in events:
             kind = event["event"]
-            row = read_row(event, step=self._step)
+            if kind == "run" and event.get("directory") is not None:
+                self._run_folder = Path(event["directory"]).absolute()
+            row = read_row(event, step=self._step, folder=self._run_folder)
             self._step = steps_done(event, self._step)
             if row is not None:
                 rows.append(row)

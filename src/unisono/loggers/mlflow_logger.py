@@ -1,4 +1,4 @@
-"""`MLflowLogger`: the numbers of a run in MLflow."""
+"""`MLflowLogger`: the numbers of a run in MLflow, and its texts and images as artifacts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ _CHANGING = ("world_size", "device", "threads", "torch", "directory")
 _MOST_METRICS = 1000
 """In one request, by MLflow's limits."""
 _NOT_ALLOWED = re.compile(r"[^\w\-. /]", re.ASCII)
+_NOT_ALLOWED_IN_PATHS = re.compile(r"[^\w\-]+", re.ASCII)
 
 
 class MLflowLogger(Logger):
     """Writes a run of MLflow. Needs the package mlflow.
 
     Facts about the run are its parameters and tags, such as "unisono.seed". The logger has its own client and run:
-    MLflow's active run is neither used nor changed. In names, characters that MLflow does not allow become "_".
+    MLflow's active run is neither used nor changed. In names, characters that MLflow does not allow become "_". Texts
+    and images are artifacts: texts/NAME/step-000000012.txt, and the run's image files in images.
 
     Args:
         experiment: The name of the experiment, which is created if it is missing.
@@ -84,6 +86,12 @@ class MLflowLogger(Logger):
         ]
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + _MOST_METRICS])
+        for row in rows:
+            for name, text in row.texts.items():
+                place = f"texts/{_NOT_ALLOWED_IN_PATHS.sub('_', name)}/step-{row.step:09}.txt"
+                self._client.log_text(self.run_id, text, place)
+            for image in row.images.values():
+                self._client.log_artifact(self.run_id, str(image.path), "images")
 
     def finish(self, *, failed: bool) -> None:
         """See `Logger`."""

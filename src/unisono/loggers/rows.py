@@ -1,19 +1,28 @@
-"""The numbers in an event, as loggers write them: names with slashes, at a step of the run. Pure."""
+"""What loggers write of an event: numbers, texts and images by name, at a step of the run. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.watch.event_kinds import Event
 
-__all__ = ["Row", "read_row", "steps_done"]
+__all__ = ["ImageFile", "Row", "read_row", "steps_done"]
 
 _OF_A_STEP = ("loss", "lr", "grad_norm", "weight", "step_s", "memory")
 
 
+class ImageFile(NamedTuple):
+    """An image that the run has logged."""
+
+    path: Path
+    """A PNG file."""
+    caption: str | None
+
+
 class Row(NamedTuple):
-    """Numbers of one step of the run."""
+    """Numbers, texts and images of one step of the run."""
 
     step: int
     """Steps of the run done, the event's own included."""
@@ -22,10 +31,13 @@ class Row(NamedTuple):
     time: float
     """Unix seconds."""
     values: dict[str, float]
+    """Numbers by name; there may be none."""
+    texts: dict[str, str]
+    images: dict[str, ImageFile]
 
 
-def read_row(event: Event, *, step: int) -> Row | None:
-    """Return the numbers in an event; None if its kind has none.
+def read_row(event: Event, *, step: int, folder: Path | None = None) -> Row | None:
+    """Return the numbers, texts and images in an event; None if its kind has none.
 
     A step has "train/loss", "train/lr" and so on; an evaluation "test/accuracy", with its own name and that of the
     metric; `trainer.log` the names that it got.
@@ -33,12 +45,15 @@ def read_row(event: Event, *, step: int) -> Row | None:
     Args:
         event: An event of a run.
         step: The number of steps done before the event, for kinds of events without it.
+        folder: The directory of the run, in which images are.
 
     >>> event = {"time": 7.0, "event": "log", "epoch": 0, "total_steps": 3, "values": {"temperature": 0.5}}
     >>> read_row(event, step=0)
-    Row(step=3, epoch=0, time=7.0, values={'temperature': 0.5})
+    Row(step=3, epoch=0, time=7.0, values={'temperature': 0.5}, texts={}, images={})
     """
     kind = event.get("event")
+    texts: dict[str, str] = {}
+    images: dict[str, ImageFile] = {}
     if kind == "step":
         values = {name: event[name] for name in _OF_A_STEP if name in event}
         prefix = f"train/{event['optimizer']}/" if "optimizer" in event else "train/"
@@ -46,10 +61,12 @@ def read_row(event: Event, *, step: int) -> Row | None:
     elif kind == "evaluation":
         found = {f"{event['name']}/{metric}": _value(result) for metric, result in event["values"].items()}
     elif kind == "log":
-        found = dict(event["values"])
+        found, texts = dict(event["values"]), dict(event.get("texts", {}))
+        for name, image in event.get("images", {}).items():
+            images[name] = ImageFile((folder or Path()) / image["path"], image.get("caption"))
     else:
         return None
-    return Row(event.get("total_steps", step), event["epoch"], event["time"], found)
+    return Row(event.get("total_steps", step), event["epoch"], event["time"], found, texts, images)
 
 
 def steps_done(event: Event, before: int) -> int:

@@ -1,4 +1,4 @@
-"""`TensorBoardLogger`: the numbers of a run as curves in TensorBoard."""
+"""`TensorBoardLogger`: the numbers of a run as curves in TensorBoard, and its texts and images."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class TensorBoardLogger(Logger):
         self._make = import_library(
             "torch.utils.tensorboard", package="tensorboard", logger="TensorBoardLogger"
         ).SummaryWriter
+        self._summary = import_library(
+            "tensorboard.compat.proto.summary_pb2", package="tensorboard", logger="TensorBoardLogger"
+        ).Summary
         self._folder, self._options = os.fspath(folder), options
         self._writer: Any = None
         self._first_step = 0
@@ -52,6 +55,13 @@ class TensorBoardLogger(Logger):
         for row in rows:
             for name, value in row.values.items():
                 self._writer.add_scalar(name, value, global_step=row.step, walltime=row.time)
+            for name, text in row.texts.items():
+                self._writer.add_text(name, text, global_step=row.step, walltime=row.time)
+            for name, image in row.images.items():
+                # As the file is: add_image takes pixels, and PIL to make a file of them again.
+                found = self._summary.Image(encoded_image_string=image.path.read_bytes())
+                summary = self._summary(value=[self._summary.Value(tag=name, image=found)])
+                self._writer.file_writer.add_summary(summary, row.step, row.time)
         self._writer.flush()
 
     def finish(self, *, failed: bool) -> None:

@@ -1,4 +1,4 @@
-"""`WandbLogger`: the numbers of a run in Weights & Biases."""
+"""`WandbLogger`: the numbers, texts and images of a run in Weights & Biases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class WandbLogger(Logger):
     def write(self, rows: Sequence[Row]) -> None:
         """See `Logger`."""
         for row in rows:
-            self._run.log({"epoch": row.epoch, **row.values}, step=row.step)
+            images = {
+                name: self._wandb.Image(str(image.path), caption=image.caption) for name, image in row.images.items()
+            }
+            self._run.log({"epoch": row.epoch, **row.values, **row.texts, **images}, step=row.step)
 
     def finish(self, *, failed: bool) -> None:
         """See `Logger`."""

@@ -19,6 +19,8 @@ import torch
 from unisono.arguments import text, whole
 from unisono.job.ranks import is_main, world_size
 from unisono.program_end import describe_exception
+from unisono.rank_zero.image_folder import ImageFolder
+from unisono.rank_zero.logged_values import Loggable, check_values, read_values
 from unisono.rank_zero.loop_times import LoopTimes
 from unisono.rank_zero.numbers import read_number
 from unisono.state.lock import DirectoryLock
@@ -79,6 +81,7 @@ class RunLog:
         self._lock: DirectoryLock | None = None
         self._log = EventLog(continues=False)
         folder = None if directory is None else Path(os.path.expandvars(directory)).expanduser()
+        self._images = ImageFolder(folder, self._warn)
         self._writes = is_main()  # once, since finding that out takes 0.1 ms without a process group
         if self._writes:
             self._open(folder, progress=progress, listeners=listeners)
@@ -166,19 +169,22 @@ class RunLog:
             if self._times is not None:
                 self._times.leave_out()
 
-    def log(self, **values: float | torch.Tensor) -> None:
-        """Record numbers of rank 0, at the present place in the run.
+    def log(self, **values: Loggable) -> None:
+        """Record numbers, texts and images of rank 0, at the present place in the run.
+
+        Args:
+            values: As those of `Trainer.log`, by name.
 
         Raises:
             RuntimeError: The log is closed.
-            TypeError: A value is not a number, or there is none.
+            TypeError: No value is given, or one is neither a real number, a text nor an image.
+            ValueError: A name is empty, too long or not printable, a tensor has several elements, or there is an image
+                and no directory.
         """
         self._check_open()
-        if not values:
-            raise TypeError("log needs a value: log.log(temperature=0.5)")
-        if self._writes:
-            found = {name: read_number(name, value) for name, value in values.items()}
-            self._log.emit("log", epoch=self._epoch or 0, total_steps=self._done, values=found)
+        check_values("log.log", values, self._images)
+        if self._writes and (fields := read_values(values, self._images, step=self._done)) is not None:
+            self._log.emit("log", epoch=self._epoch or 0, total_steps=self._done, **fields)
 
     def close(self) -> None:
         """Record that the run has ended well, and close the file. May be called again."""
@@ -248,6 +254,9 @@ class RunLog:
             self._times.stop()
             if (times := self._times.take()) is not None:
                 self._log.emit("times", **times)
+
+    def _warn(self, message: str) -> None:
+        self._log.emit("warning", message=message)
 
     def _check_open(self) -> None:
         if not self._is_open:

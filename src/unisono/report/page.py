@@ -1,6 +1,7 @@
 """A report as one HTML file that needs nothing else: no network, and no JavaScript for what it says.
 
-The page is made from the document of a run alone (`summary`), and holds it as JSON. Start reading at `render_page`.
+The page is made from the document of a run (`summary`), which it holds as JSON, and from its images. Start
+reading at `render_page`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from unisono.errors import ReportError
 from unisono.report.advice import advise
 from unisono.report.chart import Line, render_chart
 from unisono.report.markup import embedded_json, text
+from unisono.report.samples_page import render_images, render_texts
 from unisono.report.scales import format_tick
 from unisono.report.summary import FORMAT, Document
 from unisono.report.timeline import render_timeline
@@ -41,16 +43,19 @@ _SHOWN = 300
 """Characters of an argument or setting."""
 
 
-def render_page(document: Document) -> str:
+def render_page(document: Document, thumbnails: Mapping[str, str] | None = None) -> str:
     """Return the page of a run. Pure.
 
     Args:
         document: What `summary.summarise` returns, with its title.
+        thumbnails: The images of the run, as data: URLs by path (`thumbnails.read_thumbnails`). None: it shows none.
     """
     sections = [
         _head(document),
         _advice(document),
         _curves(document),
+        _section("Images", render_images(document, thumbnails or {})),
+        _section("Texts", render_texts(document)),
         _section("Timeline", render_timeline(document)),
         _section("Where the time went", _time(document)),
         _section("Embedding tables", _tables(document)),

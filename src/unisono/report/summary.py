@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from unisono.report.downsampling import Curve
 from unisono.report.rank_times import RankTimes
+from unisono.report.samples import Samples
 from unisono.report.spans import Spans
 from unisono.report.step_times import StepTimes
 from unisono.watch import Event
@@ -28,6 +29,10 @@ _MOST_WARNINGS = 50
 _MOST_RECOVERIES = 500
 _MOST_TABLES = 50
 _MOST_HOTTEST = 8
+_MOST_TEXTS = 20
+_TEXTS_OF_A_NAME = 5
+_MOST_IMAGES = 12
+_IMAGES_OF_A_NAME = 6
 _OF_TABLES = ("rows", "capacity", "ids", "distinct", "nbytes", "hit_rate", "evicted")
 _LONG_S = 5.0
 _LONG_TIMES = 20.0
@@ -84,6 +89,8 @@ class _Summary:
         self.recoveries: list[dict[str, Any]] = []
         self.rank_times = RankTimes()
         self.tables: dict[str, dict[str, Any]] = {}
+        self.texts = Samples(names=_MOST_TEXTS, most=_TEXTS_OF_A_NAME)
+        self.images = Samples(names=_MOST_IMAGES, most=_IMAGES_OF_A_NAME)
         self.warnings: dict[str, dict[str, Any]] = {}
         self.other_warnings = 0
         self.pipeline: dict[str, Any] | None = None
@@ -157,6 +164,8 @@ class _Summary:
             self.done = step
             for curve in self.curves.values():
                 curve.rewind(step)
+            self.texts.rewind(step)
+            self.images.rewind(step)
 
     def _step(self, event: Event, at_s: float) -> None:
         step, seconds = _whole(event.get("total_steps")), _number(event.get("step_s"))
@@ -212,6 +221,12 @@ class _Summary:
         values = event.get("values")
         for name, value in values.items() if isinstance(values, Mapping) else ():
             self._point(f"log/{name}", self.done, value)
+        for name, told in _items(event.get("texts")):
+            if isinstance(told, str):
+                self.texts.add(name, self.done, {"text": told if len(told) <= _LONGEST else f"{told[:_LONGEST]}…"})
+        for name, image in _items(event.get("images")):
+            if (found := _image(image)) is not None:
+                self.images.add(name, self.done, found)
 
     def _checkpoint(self, event: Event, at_s: float) -> None:
         seconds = _number(event.get("seconds")) or 0.0
@@ -330,6 +345,9 @@ class _Summary:
             "waits": self.rank_times.waits(),
             "times": self.rank_times.document(),
             "tables": self.tables,
+            "texts": self.texts.document(),
+            "images": self.images.document(),
+            "samples_left_out": sorted(self.texts.left_out | self.images.left_out),
             "pipeline": self.pipeline,
             "checkpoint": self.checkpoint,
             "warnings": [*self.warnings.values()],
@@ -353,6 +371,19 @@ def _number(value: Any) -> float | None:
 
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+
+
+def _image(value: Any) -> dict[str, Any] | None:
+    """Return what an event says of an image; None if that is no image."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("path"), str):
+        return None
+    sizes = {key: _whole(value.get(key)) for key in ("width", "height")}
+    texts = {key: told[:_LONGEST] for key in ("caption", "thumbnail") if isinstance(told := value.get(key), str)}
+    return {"path": value["path"][:_LONGEST], **sizes, **texts} if all(sizes.values()) else None
+
+
+def _items(value: Any) -> Iterable[tuple[str, Any]]:
+    return value.items() if isinstance(value, Mapping) else ()
 
 
 def _list(value: Any) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from unisono.data.batch import Batch
@@ -16,6 +16,7 @@ from unisono.trainer.snapshot import Cursor
 from unisono.trainer.step import Loss
 from unisono.trainer.value_sums import ValueSums
 from unisono.watch import EventLog
+from unisono.watch.event_kinds import LoggedFields
 
 __all__ = ["evaluate", "tell", "tell_values"]
 
@@ -60,9 +61,9 @@ def tell(log: EventLog, result: Average | dict[str, Average], *, name: str, curs
     )
 
 
-def tell_values(log: EventLog, values: Mapping[str, float], *, cursor: Cursor) -> None:
-    """Emit the event of numbers that the user's loop logs."""
-    log.emit("log", epoch=_epoch(cursor), total_steps=cursor.total_steps, values=values)
+def tell_values(log: EventLog, fields: LoggedFields, *, cursor: Cursor) -> None:
+    """Emit the event of what the user's loop logs."""
+    log.emit("log", epoch=_epoch(cursor), total_steps=cursor.total_steps, **fields)
 
 
 def _epoch(cursor: Cursor) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.engine.local_steps import Workers
 from unisono.job.user_function import refuse_inside
+from unisono.rank_zero.image_folder import ImageFolder
+from unisono.rank_zero.logged_values import Loggable, check_values, read_values
 from unisono.trainer.evaluation import tell_values
-from unisono.trainer.logged_values import check_values, read_values
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.shard_gathering import ShardGathering
@@ -31,6 +32,7 @@ class RunStatus:
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _log: EventLog
+    _images: ImageFolder
     _recovery: Recovery
 
     @property
@@ -81,25 +83,30 @@ class RunStatus:
         if self.is_main:
             print(*values, flush=True)
 
-    def log(self, **values: float | Tensor) -> None:
-        """Log numbers of the loop as an event, at the current place in the run.
+    def log(self, **values: Loggable) -> None:
+        """Log numbers, texts and images of the loop as an event, at the current place in the run.
 
-        They go to events.jsonl, to listeners and to the terminal. Every rank may call it, in the loop: only the numbers
-        of rank 0 are logged, and other ranks check theirs. Rank 0 waits for a tensor on a GPU.
+        They go to events.jsonl and to listeners, and numbers to the terminal. Every rank may call it, in the loop: only
+        the values of rank 0 are logged, and other ranks check theirs. Rank 0 waits for a tensor on a GPU, and writes an
+        image into the run's directory, as a PNG file of at most 1024 pixels on its longer side.
 
         Args:
-            values: Numbers, or tensors with one element, by name: trainer.log(temperature=0.5), or
-                trainer.log(**{"encoder/norm": norm}).
+            values: Numbers, tensors with one element, texts, or images as `unisono.Image(pixels)`, by name:
+                trainer.log(temperature=0.5), or trainer.log(**{"encoder/norm": norm}). Of a text, 10,000 characters
+                are kept.
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function.
-            TypeError: No value is given, or one is not a real number.
-            ValueError: A name is empty, too long or not printable, or a tensor has several elements.
+            TypeError: No value is given, or one is neither a real number, a text nor an image.
+            ValueError: A name is empty, too long or not printable, a tensor has several elements, or there is an image
+                in a run without a directory.
         """
         refuse_inside("trainer.log")
-        check_values(values)
-        if self.is_main:
-            tell_values(self._log, read_values(values), cursor=self._cursor)
+        check_values("trainer.log", values, self._images)
+        if self.is_main and self._log.hears("log"):
+            fields = read_values(values, self._images, step=self._cursor.total_steps)
+            if fields is not None:
+                tell_values(self._log, fields, cursor=self._cursor)
 
     def digest(self) -> str:
         """Return the SHA-256 of all parameters, buffers and optimizer state as 64 hex digits: the identity of a result.

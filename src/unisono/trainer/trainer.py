@@ -29,6 +29,7 @@ from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding import Shard
+from unisono.rank_zero.image_folder import ImageFolder
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
@@ -191,7 +192,9 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         )
         if isinstance(parts.cut, CutModel):
             parts.cut.tell = self._tell_division
-        self._loader_cache = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
+        warn = partial(warn_of_rank, self._log, self._run)
+        self._images = ImageFolder(self.directory, warn)
+        self._loader_cache = LoaderCache(self._run, warn, self._compare)
         if recovery.is_joined:
             announce(self._log, parts)
         self._log.is_muted = not recovery.is_joined

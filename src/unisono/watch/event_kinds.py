@@ -17,8 +17,10 @@ __all__ = [
     "Event",
     "FailureFields",
     "GitFields",
+    "ImageFields",
     "Kind",
     "LogFields",
+    "LoggedFields",
     "MachineFields",
     "OtherStepFields",
     "OverFields",
@@ -251,14 +253,38 @@ class EvaluationFields(TypedDict):
     seconds: float
 
 
-class LogFields(TypedDict):
-    """The user's loop logged numbers, by `Trainer.log`."""
+class ImageFields(TypedDict):
+    """A file with an image."""
+
+    path: str
+    """A PNG file, relative to the directory of the run."""
+    width: int
+    """In pixels, as height."""
+    height: int
+    nbytes: int
+    """Size of the file."""
+    caption: NotRequired[str]
+    thumbnail: NotRequired[str]
+    """A smaller PNG file, of an image that is larger than 160 pixels."""
+
+
+class LoggedFields(TypedDict):
+    """What the user's loop has logged, by name."""
+
+    values: Mapping[str, float]
+    """Empty if there are only texts or images."""
+    texts: NotRequired[Mapping[str, str]]
+    """Up to 10,000 characters each, and then their number."""
+    images: NotRequired[Mapping[str, ImageFields]]
+
+
+class LogFields(LoggedFields):
+    """The user's loop logged something, by `Trainer.log`."""
 
     epoch: int
     """Number of the epoch, from 0; between two epochs, that of the last one."""
     total_steps: int
     """Steps of the run done before."""
-    values: Mapping[str, float]
 
 
 class CheckpointFields(TypedDict):

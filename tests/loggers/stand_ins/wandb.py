@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 calls: list[tuple] = []
+
+
+class Image(NamedTuple):
+    """Further arguments of the real one, such as mode, are left out."""
+
+    data_or_path: str
+    caption: str | None = None
 
 
 class _Config:
@@ -16,7 +25,7 @@ class Run:
         self._step = -1
 
     def log(self, data, step=None, commit=None):
-        assert all(isinstance(value, (int, float)) for value in data.values())
+        assert all(isinstance(value, (int, float, str, Image)) for value in data.values())
         assert step >= self._step, "wandb drops what is logged for a step before the current one"
         self._step = step
         calls.append(("log", step, data))

@@ -28,5 +28,11 @@ class MlflowClient:
     def log_batch(self, run_id, metrics=(), params=(), tags=(), synchronous=None):
         calls.append(("log_batch", run_id, metrics, params, tags))
 
+    def log_text(self, run_id, text, artifact_file):
+        calls.append(("log_text", run_id, text, artifact_file))
+
+    def log_artifact(self, run_id, local_path, artifact_path=None):
+        calls.append(("log_artifact", run_id, local_path, artifact_path))
+
     def set_terminated(self, run_id, status=None, end_time=None):
         calls.append(("set_terminated", run_id, status))
