@@ -62,8 +62,8 @@ MISTAKES = [
     (["run", "--nnodes", "2", "--rdzv-endpoint", "10.0.0.256:1", "-m", "json"], "cannot be resolved"),
     (["run", "--nnodes", "2", "--standalone", "--rdzv-endpoint", "a:1", "x.py"], "--standalone is for one machine"),
     (
-        ["run", "--nnodes", "2", "--rdzv-endpoint", "a:1", "--max-restarts", "1", "x.py"],
-        "--max-restarts 1 is for one machine, and a job on several ends as a whole: start it again from its checkpoint",
+        ["run", "--nnodes", "2", "--rdzv-endpoint", "a:1", "--servers", "1", "x.py"],
+        "--servers 1 is for one machine, and a job on several shares no memory with servers of tables: leave it out",
     ),
     (["run", "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1", "x.py"], "--node-rank 2 is no number of 2"),
     (

@@ -214,7 +214,7 @@ def test_preemptions_are_not_counted_and_ranks_have_time_to_save(capsys):
         (["--on", "slurm", "--sbatch", "qos=a", "train.py"], "'qos=a' is not an option of sbatch"),
         (["--on", "slurm", "--save-time", "5", "train.py"], "'5' is not a time to save: give 20 to 65535"),
         (["--on", "slurm", "train2.py"], "no such file: 'train2.py'"),
-        (["--on", "slurm", "--nnodes", "2", "--max-restarts", "1", "train.py"], "--max-restarts 1 is for one machine"),
+        (["--on", "slurm", "--nnodes", "2", "--servers", "1", "train.py"], "--servers 1 is for one machine"),
         (["--on", "slurm", "--job-name", "A_b", "train.py"], "'A_b' is not a name for a job"),
         (["--on", "kubernetes", "train.py"], "--on kubernetes prints a manifest and starts nothing: add --dry-run"),
         (["--on", "kubernetes", "--dry-run", "train.py"], "--on kubernetes needs --image"),

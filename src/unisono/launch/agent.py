@@ -26,7 +26,7 @@ from unisono.launch.channel import Channel, Message
 from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
 from unisono.launch.failure.postmortem import Postmortem, write_report
-from unisono.launch.failure.root_cause import name_signal
+from unisono.launch.failure.root_cause import RootCause, name_signal
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.job_shutdown import JobShutdown
@@ -36,7 +36,7 @@ from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
 from unisono.launch.rank_changes import RankChanges
-from unisono.launch.restarts import Ending, decide_restart
+from unisono.launch.restarts import Decision, Ending, decide_restart
 from unisono.launch.shutdown import Shutdown
 from unisono.launch.signals import describe_signal, signals_as_bytes
 from unisono.memory import read_counters
@@ -202,6 +202,8 @@ class _Agent:
                 joined=self._on_joined,
                 examine=self._examine,
                 conclude=self._conclude_generation,
+                decide=self._decide_restart,
+                restart=self._restart_on_hosts,
             )
             self._selector.register(hosts.channel, selectors.EVENT_READ, partial(self._on_hosts, hosts.channel))
 
@@ -300,6 +302,7 @@ class _Agent:
 
     def _on_joined(self, place: HostPlace) -> None:
         self._job = self._asked = replace(self._job, place=place, ranks=len(place.ranks) or self._job.ranks)
+        self._restarts = 0 if self._hosts is None else self._hosts.channel.attempt
         self._start_when_met()
 
     def _start_when_met(self) -> None:
@@ -308,7 +311,7 @@ class _Agent:
         if self._server.pid and have_met and self._generation is None and self._shutdown.state is None:
             self._start_ranks()
 
-    def _start_ranks(self) -> None:
+    def _start_ranks(self, number: int = 0) -> None:
         hosts = None if self._hosts is None else self._hosts.channel
         self._generation = generation = Generation(
             self._job, attempt=self._restarts, relay=self._relay, secret=None if hosts is None else hosts.secret
@@ -319,7 +322,7 @@ class _Agent:
             server=self._server,
             relay=self._relay,
             selector=self._selector,
-            number=0 if self._changes is None else self._changes.replacing.number,
+            number=number if self._changes is None else max(number, self._changes.replacing.number),
             completed=self._on_recovered,
             lost=self._shutdown.begin_for_loss,
             port=self._port,
@@ -383,7 +386,11 @@ class _Agent:
         if shutdown is None or not shutdown.failed:
             self._server.end()
             return
-        if self._hosts is None or not self._hosts.awaits_cause(generation):
+        if self._hosts is not None and self._hosts.restarting.is_agreed:
+            if self._hosts.restarting.is_cause:
+                self._examine().write()
+            self._hosts.restarting.ranks_ended()
+        elif self._hosts is None or not self._hosts.awaits_cause(generation):
             self._conclude_generation()
 
     def _conclude_generation(self) -> None:
@@ -396,17 +403,17 @@ class _Agent:
             self._examine().write()
             generation.close()
             return
-        ending = Ending(code=verdict.cause.code, account=verdict.cause.account, met=generation.observer.has_met())
-        # A user who has asked the job to end does not want it to start again.
-        most = self._restarts if shutdown.reason else self._job.max_restarts
-        decision = decide_restart(ending, self._ending, restarts=self._restarts, max_restarts=most)
-        self._ending = ending
+        ending, decision = self._decide_restart(verdict)
         postmortem = self._examine(
             remarks=[*filter(None, (replacing.reason, replacing.explain(verdict), decision.reason))]
         )
         postmortem.write()
         if self._hosts is not None:
             self._hosts.tell_failure(postmortem, verdict)
+            if decision.restart:
+                self._hosts.restarting.ranks_ended()
+                return
+        self._ending = ending
         generation.close()
         if decision.restart:
             self._restarts += 1
@@ -422,6 +429,37 @@ class _Agent:
             self._shutdown.state = replace(shutdown, code=verdict.code)
             self._postmortem = postmortem
             self._server.end()
+
+    def _decide_restart(self, verdict: RootCause | None) -> tuple[Ending, Decision]:
+        """Return how the ranks have ended, and whether they are started again. None: a host is lost."""
+        shutdown, ending = self._shutdown.state, Ending(code=1, account=None, met=True)
+        if verdict is not None:
+            cause = verdict.cause
+            ending = Ending(code=cause.code, account=cause.account, met=self._now.observer.has_met())
+        # A user who has asked the job to end does not want it to start again; torchrun's launcher takes no part.
+        is_last = (shutdown is not None and shutdown.reason) or (
+            self._hosts is not None and self._hosts.channel.has_torchrun
+        )
+        most = self._restarts if is_last else self._job.max_restarts
+        return ending, decide_restart(ending, self._ending, restarts=self._restarts, max_restarts=most)
+
+    def _restart_on_hosts(self, what: str, ending: Ending, number: int) -> None:
+        """Start the ranks of this host again, while the other hosts do the same."""
+        assert self._hosts is not None
+        hosts = self._hosts.channel
+        self._ending, self._restarts = ending, hosts.attempt
+        self._now.close()
+        self._shutdown.state = None
+        self._server.sweep()
+        place = hosts.place_to_restart()
+        for local_rank, rank in enumerate(place.ranks):
+            self._relay.move(rank, local_rank)
+        self._job = self._asked = replace(self._asked, place=place, ranks=len(place.ranks) or self._asked.ranks)
+        if reason := self._ranks.replacing.reason:
+            self._relay.say(reason)
+        used = f"restart {self._restarts} of {self._job.max_restarts}"
+        self._relay.say(f"{what}; starting all {place.world_size} ranks again ({used})")
+        self._start_ranks(number)
 
     def _examine(self, remarks: Sequence[str] = ()) -> Postmortem:
         return Postmortem(
@@ -453,6 +491,8 @@ class _Agent:
         for signum in os.read(signals, 1):
             if self._shutdown.state is not None or self._generation is None:
                 shutdown = self._shutdown.state or Shutdown(code=128 + signum)
+                if self._hosts is not None and self._hosts.restarting.is_under_way:
+                    shutdown = replace(shutdown, code=128 + signum)  # without the signal, there would be another start
                 # After a failure too: then there is no restart.
                 self._shutdown.state = replace(shutdown, reason=shutdown.reason or describe_signal(signum))
                 self._shutdown.kill()

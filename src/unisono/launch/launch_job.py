@@ -77,7 +77,7 @@ class LaunchJob:
     master_port: int = 0
     """Port of the job's store on the loopback address. 0: a free one."""
     max_restarts: int = 0
-    """The number of times that all ranks may be restarted after a failure."""
+    """The number of times that all ranks, on all hosts, may be restarted after a failure."""
     recover: bool = True
     """True to replace a rank that dies while the others wait, where a Trainer allows it."""
     spares: int = 0
@@ -168,9 +168,7 @@ class LaunchJob:
 
     def _check_hosts(self) -> None:
         """Refuse what this machine's launcher cannot do for ranks of others."""
-        again = "start it again from its checkpoint"
         for name, is_given, why in (
-            (f"--max-restarts {self.max_restarts}", self.max_restarts, f"ends as a whole: {again}"),
             (f"--servers {self.servers}", self.servers, "shares no memory with servers of tables: leave it out"),
             ("--cpu-backend shm", self.cpu_backend == "shm", "shares no memory: leave it out, and hosts use gloo"),
         ):

@@ -58,7 +58,7 @@ class RankChanges:
             generation, server=server, relay=relay, environment=lambda: self._environment(None), lost=lost
         )
         self._port, self._visible_gpus = port, visible_gpus
-        self._are_new = job.place is not None and bool(job.place.ranks)  # they join others, on other hosts
+        self._are_new = job.place is not None and job.place.joins
         self.spares = Spares(
             job.spares,
             generation,

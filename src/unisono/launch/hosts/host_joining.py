@@ -157,6 +157,7 @@ class HostJoining:
                 "do": "invite",
                 "host": self.newcomer,
                 "ranks": self.ranks,
+                "attempt": self._generation.attempt,
                 "size": max(size, self.ranks[-1] + 1),
                 "placement": {str(host): ranks for host, ranks in hosts.placement.items()},
                 "homes": {str(rank): host for rank, host in hosts.homes.items()},

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from unisono.launch.failure.root_cause import RankFailure
@@ -58,7 +57,8 @@ class HostReplacing(Replacing):
         self._round = 0
         self._answers: dict[int, dict[str, Any]] = {}
         self._is_asking = False
-        self._term = 0
+        # Ranks of a first start may have been about to meet at the store of a leader that is lost since.
+        self._term = hosts.term if self._generation.attempt else 0
         self._must_decide = False
         self._joined: dict[int, int] = {}  # by host, the latest decision that all of its ranks have joined
         self._filled: dict[int, list[bool]] = {}  # by host, for each rank that it has started anew, whether by a spare
@@ -237,13 +237,14 @@ class HostReplacing(Replacing):
     def _end_for_lost(self, reason: str = "") -> None:
         for host in self._lost_hosts()[:1]:
             what = self._hosts.lost.get(host, "is lost")
+            what = f"{what}; {reason}" if reason else what
             self._is_over = True
-            self._hosts.tell_lost(host, f"{what}; {reason}" if reason else what)
+            if not self._hosts.restart_without(f"{self._hosts.name(host)}, {what}"):
+                self._hosts.tell_lost(host, what)
 
     def _follow(self, entry: Mapping[str, Any]) -> None:
         """Act on a decision: start the processes that this host is to have, and tell its ranks."""
         generation, hosts = self._generation, self._hosts
-        assert hosts.place is not None
         before = set(generation.ranks)
         self.number = entry["number"]
         hosts.placement = new_places(hosts.placement, entry["places"])
@@ -255,16 +256,7 @@ class HostReplacing(Replacing):
         generation.resize(sum(map(len, hosts.placement.values())))
         for rank in before - set(own):
             self._release(rank)
-        address, _, port = hosts.store.rpartition(":")  # the store from the start may be lost
-        generation.host = replace(
-            hosts.place,
-            hosts=len(hosts.placement),
-            host=sorted(hosts.placement).index(self._own_host),
-            world_size=generation.size,
-            role_world_size=generation.size,
-            master_addr=address,
-            master_port=int(port),
-        )
+        generation.host = hosts.current_place()
         for rank in set(own) - before:
             self._relay.move(rank, generation.local_rank(rank))
         self._decided_ns = time.monotonic_ns()

@@ -127,7 +127,9 @@ class HostPlace:
     identity: str
     """A name of this host that no other host of the job has."""
     ranks: tuple[int, ...] = ()
-    """The ranks of this host, if it joins a job that runs; they take the state of the others."""
+    """The ranks of this host, if they need not follow each other; otherwise none."""
+    joins: bool = False
+    """True if this host joins a job that runs: its ranks take the state of the others."""
 
 
 def read_conf(text: str) -> dict[str, str]:

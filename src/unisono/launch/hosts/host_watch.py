@@ -18,11 +18,13 @@ from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.hosts.host_hangs import HostHangs
 from unisono.launch.hosts.host_replacing import HostReplacing
+from unisono.launch.hosts.host_restarting import HostRestarting
 from unisono.launch.hosts.host_settings import HostPlace
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.job_shutdown import JobShutdown
 from unisono.launch.output.relay import Relay
 from unisono.launch.replacing import Replacing
+from unisono.launch.restarts import Decision, Ending
 from unisono.launch.shutdown import Shutdown
 from unisono.text import name_ranks
 
@@ -45,6 +47,10 @@ class HostWatch:
         joined: Called when all hosts have met, with the place of this one.
         examine: Returns the report on the ranks, of which one has failed.
         conclude: Reports the failure of ranks that have all ended.
+        decide: Returns how ranks have ended, given the cause (None: the loss of a host), and whether all are started
+            again.
+        restart: Starts the ranks again, given what has failed as words, how it ended and the number of the latest
+            decision on who the ranks are.
     """
 
     def __init__(
@@ -59,10 +65,17 @@ class HostWatch:
         joined: Callable[[HostPlace], None],
         examine: Callable[[], Postmortem],
         conclude: Callable[[], None],
+        decide: Callable[[RootCause | None], tuple[Ending, Decision]],
+        restart: Callable[[str, Ending, int], None],
     ) -> None:
         self._hosts, self._relay, self._server, self._shutdown = hosts, relay, server, shutdown
         self._generation, self._joined, self._examine, self._conclude = generation, joined, examine, conclude
-        self._replacing = replacing
+        self._replacing, self._decide, self._restart = replacing, decide, restart
+        self.restarting = HostRestarting(
+            hosts, end=self._end_to_restart, number=lambda: self._number, start=self._start_again
+        )
+        """The restarts of the job."""
+        hosts.restart_without = self._restart_without
         self._hangs: HostHangs | None = None
         self._heard: list[tuple[int, dict[str, Any]]] = []
         self._is_placed = False
@@ -122,14 +135,27 @@ class HostWatch:
             self._changed = hosts.term > 0 or bool(hosts.lost) or bool(hosts.newcomers)
             if hosts.joins and self._is_placed and hosts.term != self._began_term:
                 self._leave(f"{hosts.name(hosts.leader)}, leads the job now; start this host again", code=1)
+            if not hosts.joins:
+                self.restarting.on_hosts()
             self._pass_on()
-        elif message["type"] == "said" and self._is_about_this_host(message["entry"]):
-            self._on_invitation(message["entry"])
-        elif message["type"] == "said" and message["entry"]["do"] in HostHangs.MESSAGES:
-            if self._hangs is not None:
-                self._hangs.on_said(message["host"], message["entry"])
         elif message["type"] == "said":
-            self._heard.append((message["host"], message["entry"]))
+            self._on_said(message["host"], message["entry"])
+
+    def _on_said(self, host: int, entry: dict[str, Any]) -> None:
+        """Act on what an agent has told."""
+        if self._is_about_this_host(entry):
+            self._on_invitation(entry)
+        elif entry["do"] in HostRestarting.MESSAGES and not self._hosts.joins:
+            self.restarting.on_said(host, entry)
+        elif entry["do"] in HostRestarting.MESSAGES and self._is_placed:
+            self._leave("the ranks of the job start again; start this host again", code=1)
+        elif entry["do"] in HostRestarting.MESSAGES or self.restarting.is_agreed:
+            return  # this host has no part in that, or the ranks that it is about end
+        elif entry["do"] in HostHangs.MESSAGES:
+            if self._hangs is not None:
+                self._hangs.on_said(host, entry)
+        else:
+            self._heard.append((host, entry))
             self._pass_on()
 
     def tick(self) -> None:
@@ -145,10 +171,13 @@ class HostWatch:
         hosts, shutdown, generation = self._hosts, self._shutdown.state, self._generation()
         if shutdown is None or hosts.told or hosts.report is not None:
             return
-        if not shutdown.failed:
+        if not shutdown.failed or (shutdown.reason and self.restarting.is_under_way):
+            self._shutdown.state = shutdown = replace(shutdown, failed=False)
             hosts.tell("ended", shutdown.reason or "the launcher ended the job; its terminal says why", shutdown.code)
             if generation is not None and not self._shutdown.running:
                 self._server.end()
+        elif self.restarting.is_under_way:
+            return
         elif generation is not None and generation.failed and not (verdict := generation.judge()).lost:
             self.tell_failure(self._examine(), verdict)
 
@@ -181,8 +210,12 @@ class HostWatch:
         return True
 
     def tell_failure(self, postmortem: Postmortem, verdict: RootCause) -> None:
-        """Tell the other hosts that a rank of this one has failed."""
-        self._hosts.tell("failed", postmortem.headline, verdict.code)
+        """Tell the other hosts that a rank of this one has failed, or ask them to start all ranks again."""
+        ending, decision = self._decide(verdict)
+        if decision.restart:
+            self.restarting.ask(postmortem.headline, ending)
+        else:
+            self._hosts.tell("failed", postmortem.headline, verdict.code)
 
     def _place(self, place: HostPlace, where: str) -> None:
         """Let ranks start: they are known by now."""
@@ -237,7 +270,13 @@ class HostWatch:
         report, state, running = self._hosts.report, self._shutdown.state, self._shutdown.running
         generation = self._generation()
         assert report is not None
-        if state is None and generation is not None and generation.observer.abort:
+        if self.restarting.is_under_way and state is not None:
+            self._shutdown.state = replace(
+                state, failed=False, code=report.code, reason=state.reason or report.reason, ranks=len(running)
+            )
+            if not running:
+                self._server.end()
+        elif state is None and generation is not None and generation.observer.abort:
             return  # all agents end the job for a hang; another one has told of its end before this one began
         if self._blame_s is not None:
             self._stop_waiting()
@@ -252,6 +291,35 @@ class HostWatch:
             self._leave(report.reason, code=report.code)
         elif state is not None and state.failed:
             self._shutdown.end_failed()
+
+    @property
+    def _number(self) -> int:
+        replacing = self._replacing()
+        return 0 if replacing is None else replacing.number
+
+    def _end_to_restart(self, code: int) -> None:
+        """End the ranks of this host, since those of all hosts are about to start again."""
+        state, running = self._shutdown.state, self._shutdown.running
+        self._blame_s = None
+        if state is None:
+            self._shutdown.begin(Shutdown(code=code, failed=True), signal.SIGTERM, running)
+        elif state.failed and running:
+            self._shutdown.end_failed()
+        if not running:
+            self.restarting.ranks_ended()
+
+    def _restart_without(self, what: str) -> bool:
+        """Ask all hosts to start the ranks again without a host that is lost; return False if they must not."""
+        ending, decision = self._decide(None)
+        if not decision.restart or not self._hosts.replaces:
+            return self.restarting.is_under_way
+        self.restarting.ask(what, ending, names_host=True)
+        return True
+
+    def _start_again(self, what: str, ending: Ending, number: int) -> None:
+        self._hangs = self._report_s = None
+        self._changed = True
+        self._restart(what, ending, number)
 
     def _stop_waiting(self) -> None:
         self._blame_s = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -75,6 +75,8 @@ class JobHosts:
         """By rank, the host that it was on at first."""
         self.capacities: dict[int, int] = {}
         """By host, the number of ranks that it was started with."""
+        self.attempt = 0
+        """How often the ranks of all hosts have been started again."""
         self.joins = False
         """True if this host joins a job that runs, and has no ranks in it yet."""
         self.secret = b""
@@ -85,6 +87,8 @@ class JobHosts:
         """True if ranks can be replaced: torchrun's launchers take no part in that, nor do several roles."""
         self.report: HostReport | None = None
         """The first that was told of another host."""
+        self.restart_without: Callable[[str], bool] = lambda what: False
+        """Starts all ranks again after the loss of a host, given as words, and returns True; otherwise False."""
         self.told = False
         """True if this host has told the others how the job has ended here."""
         self.finished = False
@@ -153,6 +157,7 @@ class JobHosts:
         self.placement = {int(host): list(ranks) for host, ranks in entry["placement"].items()}
         self.homes = {int(rank): host for rank, host in entry["homes"].items()}
         self.capacities = {int(host): ranks for host, ranks in entry["capacities"].items()}
+        self.attempt = entry["attempt"]
         ranks, (address, _, port) = tuple(entry["ranks"]), self.store.rpartition(":")
         return replace(
             self.place,
@@ -165,7 +170,31 @@ class JobHosts:
             master_addr=address,
             master_port=int(port),
             ranks=ranks,
+            joins=True,
         )
+
+    def current_place(self) -> HostPlace:
+        """Return the place of this host by `placement`. Its first rank is still that from the start."""
+        assert self.place is not None
+        world_size = sum(map(len, self.placement.values()))
+        address, _, port = self.store.rpartition(":")  # the store from the start may be lost
+        return replace(
+            self.place,
+            hosts=len(self.placement),
+            host=sorted(self.placement).index(self.place.host),
+            world_size=world_size,
+            role_world_size=world_size,
+            master_addr=address,
+            master_port=int(port),
+        )
+
+    def place_to_restart(self) -> HostPlace:
+        """Return the place of this host once all ranks start again where `placement` has them."""
+        assert self.place is not None
+        if not self.replaces:  # then none has moved
+            return self.place
+        ranks = tuple(self.placement[self.place.host])
+        return replace(self.current_place(), ranks=ranks, first_rank=ranks[0], first_role_rank=ranks[0])
 
     def _meet(self, message: Message) -> None:
         self._names |= message.get("names", {})

@@ -239,6 +239,9 @@ class HostMember:
             else:
                 if do == "decide":
                     roster.finished -= {entry.get("newcomer")}
+                elif do == "start again":
+                    roster.finished -= set(entry["hosts"])
+                    self._is_done = False
                 self._tell("said", host=host, entry=entry)
 
     def _on_report(self, term: Term, host: int, entry: Mapping[str, Any]) -> None:
