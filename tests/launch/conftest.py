@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from host_network import HostNetwork, Hosts, obstacle
+from host_training import TRAIN
 
 from launcher import Launcher, LaunchHost
 
@@ -59,3 +60,9 @@ def hosts(host_network: Hosts, tmp_path: Path) -> Iterator[Hosts]:
     yield host_network
     for launcher in host_network.launchers:
         launcher.check_nothing_is_left()
+
+
+@pytest.fixture
+def calm_sha(run_ranks) -> str:
+    """The digest of a run on one rank of `host_training.TRAIN` in which nothing happens."""
+    return str(run_ranks(1, TRAIN.replace("float(sys.argv[1])", "0.0")).sha())

@@ -9,54 +9,7 @@ import time
 
 import pytest
 from host_network import Hosts, finish
-
-TRAIN = """
-import os, sys, time
-import torch
-import torch.nn.functional as F
-import unisono
-if os.environ["RANK"] == os.environ["WORLD_SIZE"]:
-    open(f"spare.{os.uname().nodename}", "w").close()
-torch.manual_seed(3)
-model = torch.nn.Sequential(torch.nn.Linear(6, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
-trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, seed=5, progress=False)
-steps, pause_s, wait = 0, float(sys.argv[1]), len(sys.argv) > 2
-def loss(model, batch):
-    while sys.argv[3:] and steps == 3 and not os.path.exists(f"spare.{sys.argv[3]}"):
-        time.sleep(0.01)
-    if wait and not trainer.recovered and steps == 3 and trainer.rank == int(sys.argv[2]):
-        os.kill(os.getpid(), 9)
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-for epoch in trainer.epochs(3):
-    for batch in trainer.batches(data, batch_size=12):
-        trainer.step(loss, batch)
-        steps += 1
-        if steps == 2 and trainer.rank == trainer.world_size - 1:
-            print("working", flush=True)
-        time.sleep(pause_s)
-trainer.print("weights sha256:", trainer.digest())
-job = unisono.init()
-print("place:", job.rank, job.world_size, job.num_nodes, job.local_world_size, flush=True)
-"""
-
-
-def write(hosts: Hosts) -> str:
-    (hosts.folder / "script.py").write_text(TRAIN)
-    return "script.py"
-
-
-def sha_of(text: str) -> str:
-    found = re.search(r"weights sha256: (\w+)", text)
-    assert found is not None, text
-    return found[1]
-
-
-@pytest.fixture
-def calm_sha(run_ranks) -> str:
-    """The digest of a run on one rank in which nothing happens."""
-    return str(run_ranks(1, TRAIN.replace("float(sys.argv[1])", "0.0")).sha())
+from host_training import EARLY, await_line, sha_of, write
 
 
 def test_a_killed_rank_is_replaced_on_its_host(hosts, calm_sha):
@@ -205,25 +158,10 @@ def test_with_a_token_the_run_goes_on_as_well(hosts, calm_sha):
     assert sha_of(done[0].stdout + done[1].stdout) == calm_sha
 
 
-EARLY = ("--rdzv-conf", "last_call_timeout=0.5", "--nnodes")
-"""A job begins soon after the least number of hosts, which follows, has come."""
-
-
 def start_one(
     hosts: Hosts, host: int, nnodes: str, *arguments: str, ranks: int = 1, flags: tuple[str, ...] = ()
 ) -> subprocess.Popen[bytes]:
     return hosts.start_rank(host, write(hosts), *arguments, ranks=ranks, flags=(*EARLY, nnodes, *flags))
-
-
-def await_line(job: subprocess.Popen[bytes], text: str, *, stream: str = "stderr") -> str:
-    """Read what a launcher prints until a line has a text; return what was read."""
-    lines = []
-    for line in getattr(job, stream):
-        lines.append(line.decode())
-        if text in lines[-1]:
-            break
-    assert text in lines[-1], lines
-    return "".join(lines)
 
 
 def test_a_host_that_comes_late_brings_ranks_and_one_that_dies_meanwhile_changes_nothing(hosts, calm_sha):

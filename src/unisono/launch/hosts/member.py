@@ -392,10 +392,11 @@ class HostMember:
     def _find_leader(self, term: Term, lost: dict[int, str], has_said_so: bool, is_closed: bool) -> None:
         """Find the leader of the next term, and begin it."""
         ended = {term.leader} if has_said_so or (is_closed and self._has_ended(term.leader)) else set()
+        roster = replace(self._roster, ended=self._roster.ended | ended)
         verdict = Election(
             term.number + 1,
             host=self._host,
-            roster=replace(self._roster, ended=self._roster.ended | ended),
+            roster=roster,
             lost=lost,
             settings=self._settings,
             open_way=self._open_anew,
@@ -404,6 +405,7 @@ class HostMember:
         with self._changing:
             if self._term is not term or self._over:
                 return
+            self._roster.ended |= roster.ended  # the next loss may come before all have confirmed who is left
             if verdict is None:
                 self._end_for(term.leader, lost[term.leader], "no other host can be reached")
             elif verdict.obstacle or self._host not in verdict.members:
