@@ -24,7 +24,8 @@ def scale(words: tuple[str, ...]) -> int:
     """Change the number of ranks of a running job, between two of its steps.
 
     JOB is its number or name from `unisono ps`; it may be left out if only one job is running. The run goes on, with
-    the same result, while further ranks start. Ends once all ranks train together.
+    the same result, while further ranks start. Ends once all ranks train together. Of a job on several machines, RANKS
+    is the number on all of them, and the command may be typed on any.
     """
     *names, number = words
     if len(names) > 1 or not number.lstrip("-").isdigit():
@@ -32,13 +33,15 @@ def scale(words: tuple[str, ...]) -> int:
     ranks = int(number)
     job = find_job(names[0] if names else None)
     title = f"job {job['pid']} ({job['name']})"
-    if job["ranks"] == ranks:
+    if job["world_size"] == ranks:
         click.echo(f"{title} has {plural(ranks, 'rank')} already")
         return 0
     answer = _ask(job, {"ask": "scale", "ranks": ranks}, title=title)
     if answer["problem"]:
-        raise LaunchError(f"{title} keeps its {plural(job['ranks'], 'rank')}: {answer['problem']}")
+        raise LaunchError(f"{title} keeps its {plural(answer['ranks'], 'rank')}: {answer['problem']}")
     status = _follow(job, title=title)
+    if status["wanted"] != ranks:
+        raise LaunchError(f"{title} gets {plural(status['wanted'], 'rank')}, which was asked for on another host")
     if problem := status.get("problem"):
         raise LaunchError(f"{title} keeps its {plural(status['ranks'], 'rank')}: {problem}")
     change = f"{status['before']} -> {plural(ranks, 'rank')} after step {status['step']}"
@@ -52,6 +55,7 @@ def _follow(job: dict[str, Any], *, title: str) -> dict[str, Any]:
     while True:
         status = _ask(job, {"ask": "scaling"}, title=title)
         doing = {
+            "asking": "the hosts agree",
             "ending": "ranks of the last change end",
             "starting": "new ranks come to their Trainer",
             "waiting": "the ranks come to the end of a step",

@@ -339,8 +339,7 @@ class _Agent:
     def _on_unstarted(self, rank: int, problem: str) -> None:
         """Handle a rank that could not be forked. No rank after it is forked."""
         self._now.running.discard(rank)
-        if rank >= self._now.size:
-            self._ranks.scaling.give_up(f"rank {rank} could not be started: {problem}")
+        if self._ranks.resizing.on_unstarted(rank, problem):
             return
         if self._ranks.replacing.is_new(rank):
             self._shutdown.begin_for_loss(f"rank {rank} could not be started in the place of one that died: {problem}")
@@ -506,6 +505,7 @@ class _Agent:
             facts: dict[str, Any] = {
                 "restarts": self._restarts,
                 "recoveries": len(self._recoveries),
+                "world_size": job.world_size if self._generation is None else self._generation.size,
                 "started_s": self._started_s,
             }
             spares = 0 if self._changes is None else self._changes.spares.ready
@@ -517,13 +517,10 @@ class _Agent:
             return describe_job(job, running=running, facts=facts)
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
             is_over = self._shutdown.state is not None or self._changes is None
-            if job.hosts is not None:
-                problem = "it runs on several hosts, whose ranks keep their number"
-            else:
-                problem = "it is about to end" if is_over else self._ranks.scaling.request(ranks)
-            return {"problem": problem, "ranks": job.ranks}
+            problem = "it is about to end" if is_over else self._ranks.resizing.request(ranks)
+            return {"problem": problem, "ranks": self._now.size if self._generation is not None else job.ranks}
         if kind == "scaling":
-            return self._changes.scaling.status if self._changes is not None else None
+            return self._changes.resizing.status if self._changes is not None else None
         if kind == "stacks":
             return describe_stacks(self._generation, full=bool(question.get("full")))
         if kind == "ranks":

@@ -60,6 +60,8 @@ class Generation:
             has_flags=job.has_flags,
             judges=job.place is None,
         )
+        self._expected: dict[int, int] = {}  # local numbers once there is another number of ranks on several machines
+        self._expected_size = 0
         self._wanted = self._asked = 0
         self.running: set[int] = set()
         """Ranks that have been started and have not ended."""
@@ -108,7 +110,25 @@ class Generation:
 
     def local_rank(self, rank: int) -> int:
         """Return the number of a rank among those of this machine."""
-        return self._local.get(rank, rank)
+        return self._local.get(rank, self._expected.get(rank, rank))
+
+    def expect(self, ranks: Collection[int], *, size: int) -> None:
+        """Note which ranks this machine is to have once there are `size` on all; none if that does not change.
+
+        Processes of those that it does not have yet are started as ranks of that time.
+        """
+        self._expected, self._expected_size = self._numbers(ranks), size
+
+    def expected_here(self, rank: int) -> int:
+        """Return how many ranks this machine is to have, if this one will be among them and is not yet; else 0."""
+        return len(self._expected) if rank in self._expected and rank not in self._local else 0
+
+    def _numbers(self, ranks: Collection[int]) -> dict[int, int]:
+        """Return local numbers for ranks: those that they have, or are expected to have; others get free ones."""
+        known = {**self._expected, **self._local}
+        numbers = {rank: known[rank] for rank in sorted(ranks) if rank in known}
+        free = (number for number in range(len(ranks)) if number not in set(numbers.values()))
+        return numbers | dict(zip(sorted(set(ranks) - numbers.keys()), free, strict=False))
 
     def place(self, ranks: Collection[int]) -> None:
         """Note which ranks this machine has from now on; further ones get the lowest local numbers that are free.
@@ -119,9 +139,7 @@ class Generation:
             self._failures.pop(rank, None)
             if rank in self.running:
                 self.leaving.add(rank)
-        self._local = {rank: number for rank, number in self._local.items() if rank in ranks}
-        free = (number for number in range(len(ranks)) if number not in set(self._local.values()))
-        self._local |= dict(zip(sorted(set(ranks) - self._local.keys()), free, strict=False))
+        self._local = self._numbers(ranks)
 
     def want(self, size: int, *, asks: bool = True) -> None:
         """Tell all ranks, also those that come later, how many there are to be; 0: no change is wanted.
@@ -204,10 +222,10 @@ class Generation:
         if rank is None:  # it has the local number `ranks`, and is to get numbers that no rank has
             first, first_of_role = self.host.world_size - ranks, self.host.role_world_size - ranks
             return replace(self.host, first_rank=first, first_role_rank=first_of_role)
-        first = rank - self.local_rank(rank)
-        return replace(
-            self.host, first_rank=first, first_role_rank=self.host.first_role_rank + first - self.host.first_rank
-        )
+        first, host = rank - self.local_rank(rank), self.host
+        if self.expected_here(rank):
+            host = replace(host, world_size=self._expected_size, role_world_size=self._expected_size)
+        return replace(host, first_rank=first, first_role_rank=self.host.first_role_rank + first - self.host.first_rank)
 
     def started(self, rank: int, pid: int) -> None:
         """Note the process of a rank."""

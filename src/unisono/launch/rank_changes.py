@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import selectors
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
@@ -24,6 +23,23 @@ if TYPE_CHECKING:
     from unisono.launch.hosts.job_hosts import JobHosts
 
 __all__ = ["RankChanges"]
+
+
+class Resizing(Protocol):
+    """What changes the number of ranks, on one machine or on several."""
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The change under way, or how the latest one has ended."""
+
+    def request(self, size: int) -> str:
+        """Begin to change the number of ranks; return why that is not possible, or "" if it is."""
+
+    def on_exit(self, rank: int, code: int) -> None:
+        """Handle the end of a process that is not one of the ranks."""
+
+    def on_unstarted(self, rank: int, problem: str) -> bool:
+        """Handle that a process could not be started. Return False if it was to be one of the present ranks."""
 
 
 class RankChanges:
@@ -68,22 +84,27 @@ class RankChanges:
             selector=selector,
             environment=self._environment,
         )
-        make: Callable[..., Replacing] = Replacing
+        options: dict[str, Any] = {
+            "enabled": job.recover,
+            "server": server,
+            "relay": relay,
+            "number": number,
+            "completed": completed,
+            "fork": self._fork,
+            "spares": self.spares,
+        }
+        self.replacing: Replacing
+        self.resizing: Resizing
         if hosts is not None:
             from unisono.launch.hosts.host_replacing import HostReplacing  # noqa: PLC0415  not needed on one machine
 
-            make = partial(HostReplacing, hosts=hosts)
-        self.replacing = make(
-            generation,
-            enabled=job.recover,
-            server=server,
-            relay=relay,
-            number=number,
-            completed=completed,
-            fork=self._fork,
-            spares=self.spares,
-        )
+            self.replacing = on_hosts = HostReplacing(generation, hosts=hosts, **options)
+            self.resizing = on_hosts.scaling
+        else:
+            self.replacing = Replacing(generation, **options)
         self.scaling = Scaling(job, generation, self.replacing, server=server, relay=relay, fork=self._fork)
+        if hosts is None:
+            self.resizing = self.scaling
 
     def start(self) -> None:
         """Start the processes of all ranks and servers."""
@@ -110,7 +131,9 @@ class RankChanges:
     def on_exit(self, rank: int, code: int) -> None:
         """Handle the end of a process that matters for the number of ranks; the generation knows it already."""
         generation = self._generation
-        if rank >= generation.size:
+        if generation.host is not None:
+            self.resizing.on_exit(rank, code)
+        elif rank >= generation.size:
             self.scaling.on_exit(rank, code)
         elif not any(each < generation.size for each in generation.running):
             self.scaling.on_members_end()
@@ -120,5 +143,9 @@ class RankChanges:
 
     def _environment(self, rank: int | None) -> dict[str, str]:
         generation = self._generation
-        ranks = len(generation.ranks) if rank is None or rank < generation.size else self.scaling.wanted
+        ranks = len(generation.ranks)
+        if rank is not None and generation.host is None and rank >= generation.size:
+            ranks = self.scaling.wanted
+        elif rank is not None:
+            ranks = generation.expected_here(rank) or ranks
         return generation.environment(rank, ranks=ranks, port=self._port, visible_gpus=self._visible_gpus)

@@ -288,7 +288,7 @@ class Replacing:
                 finished=rank in generation.finished,
             )
             for rank in sorted((generation.running | generation.finished) - generation.failed)
-            if rank < generation.size
+            if rank in generation.ranks
         ]
 
     def _lacks_state(self, rank: int) -> bool:

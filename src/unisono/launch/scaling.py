@@ -120,6 +120,13 @@ class Scaling:
                 how = f"raised {account['type'].rpartition('.')[2]}"
             self.give_up(f"rank {rank} {how} before it had joined the others")
 
+    def on_unstarted(self, rank: int, problem: str) -> bool:
+        """Handle that a process could not be started. Return False if it was to be one of the present ranks."""
+        if rank < self._generation.size:
+            return False
+        self.give_up(f"rank {rank} could not be started: {problem}")
+        return True
+
     def on_members_end(self) -> None:
         """Handle the end of all ranks, so that no process waits to become one."""
         self.give_up("the run has ended")

@@ -14,6 +14,7 @@ from typing import Any
 
 from unisono.launch.failure.root_cause import RankFailure
 from unisono.launch.hosts.host_joining import HostJoining
+from unisono.launch.hosts.host_scaling import HostScaling
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.hosts.rank_places import place_ranks
 from unisono.launch.hosts.rank_states import (
@@ -28,6 +29,7 @@ from unisono.launch.replacement_policy import Death, GiveUp, decide_replacement
 from unisono.launch.replacing import Replacing, describe_deaths, describe_spares
 from unisono.recovery_link import Membership
 from unisono.text import name_ranks
+from unisono.watch.figures import plural
 
 __all__ = ["HostReplacing"]
 
@@ -49,7 +51,19 @@ class HostReplacing(Replacing):
     def __init__(self, *arguments: Any, hosts: JobHosts, enabled: bool, **options: Any) -> None:
         super().__init__(*arguments, enabled=enabled and hosts.replaces, **options)
         self._hosts = hosts
-        self._joining = HostJoining(hosts, self._generation, self._relay, ask=self._ask, waits=self._waits)
+        self.scaling = HostScaling(
+            hosts,
+            self._generation,
+            self._relay,
+            enabled=self._enabled,
+            server=self._server,
+            fork=self._fork,
+            show_traceback=self.show_traceback,
+        )
+        """The changes of the number of ranks."""
+        self._joining = HostJoining(
+            hosts, self._generation, self._relay, scaling=self.scaling, ask=self._ask, waits=self._waits
+        )
         self._announced: set[int] = set()  # dead ranks that the leader knows
         self._told_joined = 0
         self._is_over = False
@@ -63,6 +77,7 @@ class HostReplacing(Replacing):
         self._joined: dict[int, int] = {}  # by host, the latest decision that all of its ranks have joined
         self._filled: dict[int, list[bool]] = {}  # by host, for each rank that it has started anew, whether by a spare
         self._moved: dict[int, str] = {}  # by lost host, what has happened and where its ranks are now
+        self._scaled = ""  # how the number of ranks has changed
         self._began_s: float | None = None
 
     def on_hosts(self) -> None:
@@ -141,6 +156,12 @@ class HostReplacing(Replacing):
             self._told_joined = self.number
             self._hosts.say_to_leader({"do": "joined", "number": self.number, "by_spare": self._by_spare})
 
+    def _kill_late(self, now_s: float) -> None:
+        """Kill processes that are about to end, and do not: not those that have their ranks by now."""
+        late = self._deaths.keys() | self._generation.leaving
+        self._kill_s = {rank: kill_s for rank, kill_s in self._kill_s.items() if rank in late}
+        super()._kill_late(now_s)
+
     def _count(self, death: Death) -> None:
         """Do nothing: the leader counts the deaths that it decides about."""
 
@@ -179,6 +200,7 @@ class HostReplacing(Replacing):
                 "waits": all(self._waits(rank) for rank in self._generation.ranks),
                 "virtual_ranks": min((page.virtual_ranks for page in pages), default=0),
                 "fixed_size": next((page.fixed_size for page in pages if page.fixed_size), ""),
+                "leaving": len(self._generation.running - set(self._generation.ranks)),
             }
         )
 
@@ -197,38 +219,47 @@ class HostReplacing(Replacing):
         died, lost = list(deaths), self._lost_hosts()
         deaths += [_death_with_host(rank, step) for host in lost for rank in hosts.placement[host]]
         members = [member for host in hosts.hosts for member in decode_members(answers[host]["members"])]
-        newcomer, ranks = None, []
+        newcomer, came, is_scaled = None, [], False
         if not deaths and not self._must_decide:
             self._joining.plan(answers, members)
             if not self._joining.may_join(answers, members):
                 self._began_s = None
                 return
-            newcomer, ranks = self._joining.newcomer, self._joining.ranks
+            newcomer, came, is_scaled = self._joining.newcomer, self._joining.ranks, bool(self.scaling.size)
+            self._joining.decided()
         self._must_decide = False
         for death in deaths:
             super()._count(death)
-        if deaths or not newcomer:
+        if deaths or (newcomer is None and not is_scaled):
             choice = decide_replacement(deaths, members, self._counts)
             if isinstance(choice, GiveUp):
                 hosts.say({"do": "give up", "reason": choice.reason, "exhausted": choice.exhausted})
                 self._end_for_lost(choice.reason)
                 return
-        placement = place_ranks(hosts.placement, hosts=hosts.hosts, newcomer=newcomer, ranks=ranks)
+        placement = self.scaling.placement
+        if not is_scaled:
+            placement = place_ranks(hosts.placement, hosts=hosts.hosts, newcomer=newcomer, ranks=came)
         for host in lost:
             places = {each: [r for r in hosts.placement[host] if r in ranks] for each, ranks in placement.items()}
             where = ", ".join(f"{name_ranks(ranks)} on host {each}" for each, ranks in places.items() if ranks)
             self._moved[host] = f"{hosts.name(host)}, {hosts.lost.get(host, 'is lost')}: {where} now"
         if newcomer is not None:
-            self._moved[newcomer] = f"{hosts.name(newcomer)}, has joined with {name_ranks(ranks)}"
+            self._moved[newcomer] = f"{hosts.name(newcomer)}, has joined with {name_ranks(came)}"
+        if is_scaled:
+            size = sum(map(len, placement.values()))
+            before = sum(map(len, hosts.placement.values()))
+            self._scaled = f"{before} -> {plural(size, 'rank')} after step {step}"
         refill = [death.failure.rank for death in deaths]
         self._replaced += died
         hosts.say(
             {
                 "do": "decide",
                 "number": max(answer["number"] for answer in answers.values()) + 1,
-                "new": sorted({*refill, *ranks, *(member.rank for member in members if not member.has_state)}),
+                "new": sorted({*refill, *came, *(member.rank for member in members if not member.has_state)}),
                 "refill": sorted(refill),
                 "newcomer": newcomer,
+                "came": came,
+                "is_scaled": is_scaled,
                 "places": changed_places(hosts.placement, placement),
                 "step": step,
             }
@@ -248,11 +279,13 @@ class HostReplacing(Replacing):
         before = set(generation.ranks)
         self.number = entry["number"]
         hosts.placement = new_places(hosts.placement, entry["places"])
-        own, newcomer = hosts.placement[self._own_host], entry["newcomer"]
-        came = [] if newcomer is None else hosts.placement[newcomer]
-        hosts.homes |= {rank: newcomer for rank in came if rank not in hosts.homes}
-        hosts.joins = hosts.joins and newcomer != self._own_host
+        own, came = hosts.placement[self._own_host], entry["came"]
+        places = {rank: host for host, ranks in hosts.placement.items() for rank in ranks}
+        hosts.homes = {rank: hosts.homes.get(rank, host) for rank, host in places.items()}
+        hosts.joins = hosts.joins and entry["newcomer"] != self._own_host
         generation.place(own)
+        if entry["is_scaled"]:
+            self.scaling.follow(entry["step"])
         generation.resize(sum(map(len, hosts.placement.values())))
         for rank in before - set(own):
             self._release(rank)
@@ -305,6 +338,8 @@ class HostReplacing(Replacing):
             return
         began_s = time.monotonic() if self._began_s is None else self._began_s
         parts = list(self._moved.values())
+        if self._scaled:
+            parts.append(self._scaled)
         if self._replaced:
             parts.insert(0, f"{describe_deaths(self._replaced)}; replaced")
         died = {death.failure.rank for death in self._replaced}
@@ -324,18 +359,25 @@ class HostReplacing(Replacing):
                 "script_s": 0.0,
                 "spares": sum(by_spare),
                 "newcomer": self._joining.newcomer if self._joining.newcomer in self._moved else None,
+                "is_scaled": bool(self._scaled),
             }
         )
         self._replaced.clear()
         self._moved.clear()
+        self._scaled = ""
         self._filled.clear()
         self._began_s = None
 
     def _go_on(self, entry: Mapping[str, Any]) -> None:
         """Report that ranks have been replaced, and all go on."""
-        if entry["newcomer"] is not None:
+        if entry["newcomer"] is not None or self.scaling.status["state"] == "changing":
+            self.scaling.complete(entry["seconds"])
             self._joining.joined()
-        self._completed({name: value for name, value in entry.items() if name not in ("do", "newcomer")})
+        else:
+            self._joining.look_again()
+        if not entry["is_scaled"] or entry["ranks"]:
+            told = {name: value for name, value in entry.items() if name not in ("do", "newcomer", "is_scaled")}
+            self._completed(told)
         self._poll_s = None
         self._by_spare.clear()
         self._counts.next_round()

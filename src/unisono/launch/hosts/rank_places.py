@@ -1,13 +1,14 @@
 """Which ranks are on which host once hosts have been lost, or have come. Pure.
 
-Start reading at `place_ranks`, which decides, and `ranks_for_newcomer`, which decides for a host that joins.
+Start reading at `place_ranks`, which decides, `ranks_for_newcomer`, which decides for a host that joins, and
+`spread_ranks`, for another number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["place_ranks", "ranks_for_newcomer"]
+__all__ = ["place_ranks", "ranks_for_newcomer", "spread_ranks"]
 
 
 def place_ranks(
@@ -87,3 +88,32 @@ def ranks_for_newcomer(
     size = sum(map(len, placement.values()))
     moved = sorted(surplus)[-most:]
     return [*moved, *range(size, min(largest_world, size + most - len(moved)))]
+
+
+def spread_ranks(
+    placement: Mapping[int, Sequence[int]], size: int, *, capacities: Mapping[int, int]
+) -> dict[int, list[int]]:
+    """Return which ranks are on which host if there are to be `size` of them, so that as few as possible move.
+
+    Each host gets a number in proportion to that with which it was started, and at least one.
+
+    Args:
+        placement: The ranks of each host so far.
+        size: The number of ranks then, at least that of hosts.
+        capacities: How many ranks each host was started with.
+
+    >>> spread_ranks({0: [0, 1], 1: [2, 3]}, 6, capacities={0: 2, 1: 2})
+    {0: [0, 1, 4], 1: [2, 3, 5]}
+    >>> spread_ranks({0: [0, 1], 1: [2, 3]}, 2, capacities={0: 2, 1: 2})
+    {0: [0], 1: [1]}
+    >>> spread_ranks({0: [0, 1, 4], 1: [2, 3, 5]}, 3, capacities={0: 2, 1: 2})
+    {0: [0, 1], 1: [2]}
+    >>> spread_ranks({0: [0, 1], 1: [2]}, 6, capacities={0: 2, 1: 1})
+    {0: [0, 1, 3, 4], 1: [2, 5]}
+    """
+    counts = dict.fromkeys(sorted(placement), 1)
+    for _ in range(size - len(counts)):
+        counts[min(counts, key=lambda host: ((counts[host] + 1) / capacities[host], host))] += 1
+    kept = {host: sorted(rank for rank in placement[host] if rank < size)[: counts[host]] for host in counts}
+    left = iter(sorted(set(range(size)).difference(*kept.values())))
+    return {host: sorted([*own, *(next(left) for _ in range(counts[host] - len(own)))]) for host, own in kept.items()}
