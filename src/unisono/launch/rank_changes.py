@@ -26,7 +26,7 @@ __all__ = ["RankChanges"]
 
 
 class Resizing(Protocol):
-    """What changes the number of ranks, on one machine or on several."""
+    """The side that changes the number of ranks, on one machine or on several."""
 
     @property
     def status(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What loggers write of an event: numbers, texts and images by name, at a step of the run. Pure."""
+"""The part of an event that loggers write: numbers, texts and images by name, at a step of the run. Pure."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def reduced(pixels: Tensor, longest: int) -> Tensor:
 
 
 _MODES = {"1": "L", "L": "L", "RGBA": "RGBA", "LA": "RGBA", "PA": "RGBA", "La": "RGBA", "RGBa": "RGBA"}
-"""What pictures of PIL become, by mode; all others become RGB."""
+"""The mode that pictures of PIL are converted to, by their own; all others become RGB."""
 
 
 def _is_picture(value: Any) -> bool:

@@ -19,7 +19,7 @@ from unisono.watch.event_kinds import ImageFields, LoggedFields
 __all__ = ["Loggable", "check_values", "read_values"]
 
 Loggable: TypeAlias = float | Tensor | str | Image
-"""What can be logged by a name."""
+"""A value that can be logged by a name."""
 
 _LONGEST = 200
 _LONGEST_TEXT = 10_000

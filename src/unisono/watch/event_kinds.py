@@ -269,7 +269,7 @@ class ImageFields(TypedDict):
 
 
 class LoggedFields(TypedDict):
-    """What the user's loop has logged, by name."""
+    """The values that the user's loop has logged, by name."""
 
     values: Mapping[str, float]
     """Empty if there are only texts or images."""

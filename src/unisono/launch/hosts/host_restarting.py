@@ -31,7 +31,7 @@ class HostRestarting:
     """
 
     MESSAGES: Final = frozenset({"failed", "ended", "start again"})
-    """What agents tell each other about restarts."""
+    """The messages of agents about restarts."""
 
     def __init__(
         self,

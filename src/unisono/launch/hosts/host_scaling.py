@@ -40,7 +40,7 @@ class HostScaling:
     """
 
     MESSAGES: Final = frozenset({"scale", "scale begins", "scale ends"})
-    """What agents tell each other about these changes, apart from what they tell when a host joins."""
+    """The messages of agents about these changes, beside those when a host joins."""
 
     def __init__(
         self,
