@@ -12,6 +12,7 @@ from bench import (
     comm,
     ddp,
     embedding,
+    events,
     exchange,
     hosts,
     kills,
@@ -54,6 +55,7 @@ def _benchmark(module: ModuleType, line: str) -> Benchmark:
 BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(permutation, "the order of an epoch against a shuffled list"),
     _benchmark(step, "Trainer.step against a hand-written loop, one process"),
+    _benchmark(events, "what the events of steps cost, in turns with and without them"),
     _benchmark(ddp, "Trainer.step against DistributedDataParallel over gloo"),
     _benchmark(replicate, "unisono.parallel.replicate against DistributedDataParallel, in a loop by hand"),
     _benchmark(remote, "unisono.parallel.remote against RemoteModule of torch RPC"),

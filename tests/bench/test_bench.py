@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +40,8 @@ def command(monkeypatch):
 def test_list_names_every_benchmark_with_a_line(command, capsys):
     assert command(["--list"]) == 0
     names = [line.split(maxsplit=1)[0] for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1]
-    assert names[:6] == ["permutation", "step", "ddp", "replicate", "remote", "shared"]
-    assert names[6:] == [
+    assert names[:7] == ["permutation", "step", "events", "ddp", "replicate", "remote", "shared"]
+    assert names[7:] == [
         "protect",
         "shards",
         "pipeline",
@@ -248,3 +249,22 @@ def test_membership_measures_a_change_among_simulated_hosts(tmp_path):
     assert ended.returncode == 0, ended.stderr
     (row,) = (json.loads(line) for line in (tmp_path / "rows").read_text().splitlines())
     assert (row["parameters"]["hosts"], row["peer_name"], row["goal"]["bound"]) == (4, "torchrun's rendezvous", 50.0)
+
+
+def test_a_small_cost_is_found_among_disturbances(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench.events import cost_of
+
+    rng = random.Random(0)
+    noise = [[1 + abs(rng.gauss(0, 0.02)) + 3 * (rng.random() < 0.05) for _ in range(800)] for _ in range(2)]
+    cost = cost_of([1.01 * each for each in noise[0]], noise[1])
+    assert cost.low < 0.01 < cost.high and cost.high - cost.low < 0.005
+    assert cost_of([2.02] * 8, [2.0] * 8) == pytest.approx((0.01, 0.01, 0.01))
+
+
+@pytest.mark.soak
+def test_events_are_measured_on_one_and_two_ranks(tmp_path):
+    ended = bench("events", "--quick", "--json", str(tmp_path / "rows"))
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["parameters"]["ranks"] for row in rows] == [1, 1, 2, 2]
