@@ -6,8 +6,7 @@ All scenarios of `programs/faults.py` run once, in one process that forks the ra
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ Said = dict[str, list[Any]]
 
 
 @pytest.fixture(scope="module")
-def said() -> Said:
+def said(fork_python: Callable[..., list[str]]) -> Said:
     """What each rank said, by scenario. A rank that was killed has an exit code instead."""
-    done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    found: Said = json.loads(done.stdout)
+    found: Said = json.loads("\n".join(fork_python(PROGRAM)))
     return found
 
 

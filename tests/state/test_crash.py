@@ -10,36 +10,30 @@ import torch
 
 from unisono.state.checkpoint_store import CheckpointStore
 
-CAMPAIGN = str(Path(__file__).with_name("crash_campaign.py"))
+CAMPAIGN = Path(__file__).with_name("crash_campaign.py")
 
 
-def run(*arguments):
-    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_kills_at_random_moments_lose_nothing_committed(tmp_path):
-    assert json.loads(run(CAMPAIGN, tmp_path / "c", "random", 15, 1))["kills"] == 15
+def test_kills_at_random_moments_lose_nothing_committed(fork_python, tmp_path):
+    assert json.loads("\n".join(fork_python(CAMPAIGN, tmp_path / "c", "random", 15, 1)))["kills"] == 15
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(5))
-def test_many_kills_at_random_moments_lose_nothing_committed(tmp_path, seed):
-    assert json.loads(run(CAMPAIGN, tmp_path / "c", "random", 500, seed))["kills"] == 500
+def test_many_kills_at_random_moments_lose_nothing_committed(fork_python, tmp_path, seed):
+    assert json.loads("\n".join(fork_python(CAMPAIGN, tmp_path / "c", "random", 500, seed)))["kills"] == 500
 
 
 @pytest.mark.parametrize(
     ("kills", "seed"), [(5, 1), pytest.param(200, 2, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])]
 )
-def test_kills_lose_no_rows_of_tables_that_are_stored_by_their_changes(tmp_path, kills, seed):
-    found = json.loads(run(CAMPAIGN, tmp_path / "c", "increments", kills, seed))
+def test_kills_lose_no_rows_of_tables_that_are_stored_by_their_changes(fork_python, tmp_path, kills, seed):
+    found = json.loads("\n".join(fork_python(CAMPAIGN, tmp_path / "c", "increments", kills, seed)))
     assert found == {"kills": kills, "increments": kills}
 
 
-def test_kills_around_every_call_that_changes_the_disk_lose_nothing_committed(tmp_path):
-    assert json.loads(run(CAMPAIGN, tmp_path / "c", "calls"))["kills"] > 40
+def test_kills_around_every_call_that_changes_the_disk_lose_nothing_committed(fork_python, tmp_path):
+    assert json.loads("\n".join(fork_python(CAMPAIGN, tmp_path / "c", "calls")))["kills"] > 40
 
 
 LIMITED = """
@@ -57,15 +51,18 @@ except CheckpointError as error:
 """
 
 
-def test_a_full_disk_is_explained_and_leaves_the_older_checkpoints(tmp_path):
-    message = run("-c", LIMITED, tmp_path)
-    assert message.startswith(f"the checkpoint of step 2 was not written to {tmp_path}: [Errno 27] File too large")
+def test_a_full_disk_is_explained_and_leaves_the_older_checkpoints(fork_python, tmp_path):
+    script = tmp_path / "limited.py"
+    script.write_text(LIMITED)
+    folder = tmp_path / "store"
+    message = "\n".join(fork_python(script, folder))
+    assert message.startswith(f"the checkpoint of step 2 was not written to {folder}: [Errno 27] File too large")
     assert "while writing model.safetensors. It needs 400," in message
     assert (
         "bytes are free there. Older checkpoints are untouched. Raise the limit on file sizes (`ulimit -f`)" in message
     )
-    store = CheckpointStore(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+    store = CheckpointStore(folder)
+    assert [path.name for path in folder.iterdir()] == ["step-000000001"]
     found, errors = store.load_newest()
     assert errors == []
     assert torch.equal(found.groups["model"]["w"], torch.ones(10))
@@ -82,6 +79,6 @@ writer.submit(5, {"model": {"w": torch.ones(3_000_000)}}, {})
 
 
 def test_an_interpreter_that_ends_finishes_the_checkpoint_and_ends(tmp_path):
-    run("-c", UNCLOSED, tmp_path)
+    subprocess.run([sys.executable, "-c", UNCLOSED, str(tmp_path)], check=True)
     found, errors = CheckpointStore(tmp_path).load_newest()
     assert (found.info.step, errors) == (5, [])
