@@ -196,15 +196,10 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_that_a_script_starts_as_processes_find_their_ranks(tmp_path):
+def test_functions_that_a_script_starts_as_processes_find_their_ranks(fork_python, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SPAWNED)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "meet")],
-        env=environ(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = fork_python(script, tmp_path / "meet")
     assert {"torch 0", "torch 1", "[0] ours 0", "[1] ours 1"} <= set(lines)
     assert sum("nothing says which rank it is: call init(rank=..., world_size=...)" in line for line in lines) == 2
     assert any("was forked from rank 0 of a job" in line and line.endswith(" 0") for line in lines)
