@@ -21,7 +21,7 @@ __all__ = ["MeasuringSchedule", "StepClock"]
 
 _EVERY_S = 1.0
 """Seconds between two exchanges."""
-_MEASURED_S = 0.03
+_MEASURED_S = 0.1
 """Of shorter steps, only one in this time is measured: that costs some 70 µs, as the code and the data of the
 interpreter have left the processor's caches while a step computes."""
 _FIRST = 8
@@ -48,9 +48,9 @@ class MeasuringSchedule(NamedTuple):
             step_s: Seconds of one of them.
 
         >>> MeasuringSchedule.following(100, steps=8, step_s=0.001)
-        MeasuringSchedule(exchange_at=164, stride=31)
+        MeasuringSchedule(exchange_at=164, stride=127)
         >>> MeasuringSchedule.following(100, steps=900, step_s=0.001)
-        MeasuringSchedule(exchange_at=1100, stride=31)
+        MeasuringSchedule(exchange_at=1100, stride=127)
         >>> MeasuringSchedule.following(100, steps=8, step_s=3.0)
         MeasuringSchedule(exchange_at=101, stride=1)
         """

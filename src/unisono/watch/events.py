@@ -58,7 +58,7 @@ class EventLog:
     Losing a log does not end a run: when the pipe's reader has closed it, the pipe is dropped silently, and when the
     file cannot be written (disk full), the file is dropped after one event "warning" to the other sinks. A pipe whose
     reader is alive but does not read blocks `emit` once it is full.
-    Steps, and numbers that are logged between them, wait for the file and the pipe until 50 ms have passed since the
+    Steps, and numbers that are logged between them, wait for the file and the pipe until 0.15 s have passed since the
     last write, or an event of another kind follows; at most 0.25 s. A process that is killed loses those.
     Cost: about 7 µs for an event of kind "step" and a file, no fsync.
 

@@ -22,9 +22,9 @@ from unisono.watch.step_record import StepRecord
 
 __all__ = ["HeldEvents"]
 
-_HOLD_S = 0.05
+_HOLD_S = 0.15
 """How long events wait while others follow."""
-_LOOK_S = 0.2
+_LOOK_S = 0.1
 """How often the thread looks whether no event has followed. It ends when nothing is held."""
 
 
