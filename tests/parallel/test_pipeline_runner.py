@@ -39,9 +39,19 @@ def parts(fork_ranks, ranks, *arguments):
     return found
 
 
-@pytest.mark.parametrize("model", STARTS)
+SCHEDULES = [("gpipe", 2, 2), ("zero-bubble", 3, 3), ("interleaved", 2, 4)]
+OFTEN = {("mlp", "gpipe"), ("u_net", "gpipe"), ("residual", "zero-bubble"), ("u_net", "zero-bubble"),
+         ("mlp", "interleaved"), ("language_model", "interleaved")}  # fmt: skip
+"""Each model and each schedule; the other pairs run among the long tests."""
+
+
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "stages"), [("gpipe", 2, 2), ("zero-bubble", 3, 3), ("interleaved", 2, 4)]
+    ("model", "schedule", "ranks", "stages"),
+    [
+        pytest.param(model, *way, marks=() if (model, way[0]) in OFTEN else pytest.mark.soak)
+        for way in SCHEDULES
+        for model in STARTS
+    ],
 )
 def test_schedules_compute_what_one_process_does(fork_ranks, plain, model, schedule, ranks, stages):
     assert parts(fork_ranks, ranks, model, schedule, *STARTS[model][: stages - 1]) == plain(model)
