@@ -172,3 +172,54 @@ def test_a_run_resumes_where_its_ranks_are_by_then(hosts, run_ranks, lost):
     calm = run_ranks(1, RESUMES.replace('"run"', "None"), "calm").sha()
     assert f"weights sha256: {calm}" in text
     assert len(re.findall(r"place: \d 3 " + ("3 1 1" if lost is None else "2 [12] 1"), text)) == 3, text
+
+
+@pytest.mark.soak
+def test_after_a_change_of_their_number_as_many_ranks_start_again(hosts, run_ranks):
+    (hosts.folder / "script.py").write_text(RESUMES.replace("sleep(0.1)", "sleep(0.5)"))
+    jobs = [hosts.start_rank(host, "script.py", ranks=1, flags=("--max-restarts", "1")) for host in range(2)]
+    while b"working" not in jobs[1].stdout.readline():
+        pass
+    grown = finish(hosts.start(1, "scale", str(jobs[1].pid), "5"))
+    assert grown.returncode == 0, grown.stderr
+    done = [finish(job) for job in jobs]
+    assert [job.returncode for job in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert all("starting all 5 ranks again (restart 1 of 1)" in job.stderr for job in done)
+    calm = run_ranks(1, RESUMES.replace('"run"', "None"), "calm").sha()
+    assert f"weights sha256: {calm}" in done[0].stdout
+    assert [len(re.findall(r"place: \d 5 2 [23] 1", job.stdout)) for job in done] == [3, 2], done
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("third_host")
+@pytest.mark.parametrize("phase", ["ending", "starting"])
+def test_the_leader_is_lost_while_ranks_start_again(hosts, phase):
+    """While those of the first attempt take their time to end, or just after the next attempt has begun."""
+    fault = """
+if attempt == 0:
+    def stay(signum, frame):
+        print("stays", flush=True)
+        time.sleep(1)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stay)
+    if rank == 1:
+        raise ValueError("bad batch")
+    time.sleep(60)
+elif attempt == 1 and not os.path.exists("lost"):
+    time.sleep(60)
+"""
+    flags = ("--nnodes", "2:3", "--max-restarts", "2")
+    jobs = [hosts.start_rank(host, write(hosts, fault), ranks=1, flags=flags) for host in range(3)]
+    awaited = b"stays" if phase == "ending" else b" 1 2 33.0"
+    while awaited not in jobs[2].stdout.readline():
+        pass
+    (hosts.folder / "lost").touch()
+    os.kill(jobs[0].pid, signal.SIGKILL)
+    done = [finish(job) for job in jobs]
+    text = "".join(job.stdout + job.stderr for job in done)
+    assert [job.returncode for job in done] == [-signal.SIGKILL, 0, 0], text
+    last = 1 if phase == "ending" else 2
+    for job in done[1:]:
+        assert f"starting all 3 ranks again (restart {last} of 2)" in job.stderr, text
+    met = re.findall(rf"met: \d {last} 2 .*", "".join(job.stdout for job in done[1:]))
+    assert len(met) == 3, text
