@@ -32,7 +32,7 @@ def warm_launcher(tmp_path: Path, launch_host: LaunchHost | None) -> Iterator[La
     launcher.check_nothing_is_left()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def host_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """Three hosts; the tests are skipped where they cannot be made."""
     if (reason := obstacle()) is not None:
@@ -47,7 +47,7 @@ def host_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         network.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def third_host(host_network: Hosts) -> None:
     """Let the third host be ready, too: for tests that start something on it."""
     host_network._launch_host(2)

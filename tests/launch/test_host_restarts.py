@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 from host_network import Hosts, finish
@@ -223,3 +225,20 @@ elif attempt == 1 and not os.path.exists("lost"):
         assert f"starting all 3 ranks again (restart {last} of 2)" in job.stderr, text
     met = re.findall(rf"met: \d {last} 2 .*", "".join(job.stdout for job in done[1:]))
     assert len(met) == 3, text
+
+
+@pytest.mark.soak
+def test_a_host_that_has_not_started_its_ranks_yet_takes_part(hosts):
+    (hosts.folder / "slow_module.py").write_text("import time\ntime.sleep(4)\n")
+    fault = "if rank == 0 and attempt == 0: raise ValueError('early')\n"
+    (hosts.folder / "script.py").write_text(MEET.replace("dist.init", fault + "dist.init", 1).replace("FAULT", ""))
+    flags = ("--nnodes", "2", "--rdzv-endpoint", "host0:29500", "--max-restarts", "1", "--preload", "slow_module")
+    command = hosts.network.command(1, sys.executable, "-m", "unisono", "run", *flags, "script.py")
+    environment = {**os.environ, "PYTHONPATH": str(hosts.folder)}
+    slow = subprocess.Popen(command, cwd=hosts.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first = hosts.start_rank(0, "script.py", ranks=1, flags=("--max-restarts", "1"))
+    done = [finish(first), finish(slow)]
+    assert [job.returncode for job in done] == [0, 0], done[0].stderr + done[1].stderr
+    for rank, job in enumerate(done):
+        assert "rank 0 failed: ValueError: early; starting all 2 ranks again (restart 1 of 1)" in job.stderr
+        assert re.findall(r"met: (.*)", job.stdout) == [f"{rank} 1 1 21.0"]

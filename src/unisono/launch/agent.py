@@ -447,17 +447,20 @@ class _Agent:
         assert self._hosts is not None
         hosts = self._hosts.channel
         self._ending, self._restarts = ending, hosts.attempt
-        self._now.close()
-        self._shutdown.state = None
-        self._server.sweep()
         place = hosts.place_to_restart()
         for local_rank, rank in enumerate(place.ranks):
             self._relay.move(rank, local_rank)
         self._job = self._asked = replace(self._asked, place=place, ranks=len(place.ranks) or self._asked.ranks)
-        if reason := self._ranks.replacing.reason:
+        if self._changes is not None and (reason := self._changes.replacing.reason):
             self._relay.say(reason)
         used = f"restart {self._restarts} of {self._job.max_restarts}"
         self._relay.say(f"{what}; starting all {place.world_size} ranks again ({used})")
+        if self._generation is None:
+            self._start_when_met()  # this host's ranks had not been started
+            return
+        self._generation.close()
+        self._shutdown.state = None
+        self._server.sweep()
         self._start_ranks(number)
 
     def _examine(self, remarks: Sequence[str] = ()) -> Postmortem:

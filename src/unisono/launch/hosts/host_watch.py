@@ -301,7 +301,9 @@ class HostWatch:
         """End the ranks of this host, since those of all hosts are about to start again."""
         state, running = self._shutdown.state, self._shutdown.running
         self._blame_s = None
-        if state is None:
+        if self._generation() is None:
+            self._is_placed = False  # they have not been started, and are not before the others start again
+        elif state is None:
             self._shutdown.begin(Shutdown(code=code, failed=True), signal.SIGTERM, running)
         elif state.failed and running:
             self._shutdown.end_failed()
@@ -318,7 +320,7 @@ class HostWatch:
 
     def _start_again(self, what: str, ending: Ending, number: int) -> None:
         self._hangs = self._report_s = None
-        self._changed = True
+        self._changed = self._is_placed = True
         self._restart(what, ending, number)
 
     def _stop_waiting(self) -> None:
