@@ -29,6 +29,10 @@ from launch_host import import_all
 
 _GRACE_S = 10.0
 
+_FAILED_STAYS_S = 0.3
+"""How long a rank that has failed is there for the others, as while the interpreter takes itself down: rank 0 has their
+store, in which they look for what went wrong."""
+
 _ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
 """What ranks have besides what they are given. transformers reads its own when this process imports it."""
 
@@ -141,13 +145,15 @@ def _slow_down(rng: random.Random, folder: str) -> None:
     sys.setprofile(before)
 
 
-def _end() -> NoReturn:
-    """End a rank in order, but leave what has been imported to the system: the interpreter takes a second for that."""
+def _end(code: int) -> NoReturn:
+    """End a rank in order, but leave what has been imported to the system: for that the interpreter takes 0.3 s."""
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    if code:
+        time.sleep(_FAILED_STAYS_S)
+    os._exit(code & 0xFF)
 
 
 def serve() -> str:
@@ -173,10 +179,17 @@ def serve() -> str:
 
 
 def run() -> NoReturn:
-    """Run the program of a rank to its end."""
+    """Run the program of a rank to its end, with the exit code that the interpreter gives its process."""
+    code = 0
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
-        if end.code:
-            raise
-    _end()
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except Exception as error:
+        code = 1
+        # They keep what the program's frames hold until the functions that run at the end have run.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(sys.last_type, sys.last_value, sys.last_traceback)
+    _end(code)

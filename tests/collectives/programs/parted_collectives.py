@@ -110,6 +110,13 @@ try:
     barrier(groups["barrier"])
 except Exception as error:
     print(f"again | {type(error).__name__}", flush=True)
-if rank == 1:
-    comm.barrier()
-comm.all_reduce(torch.ones(1))
+store = dist.distributed_c10d._get_default_store()
+try:
+    if rank == 1:
+        comm.barrier()
+    comm.all_reduce(torch.ones(1))
+finally:
+    # Rank 0, whose process has the store, ends when the others have looked there for what went wrong.
+    store.set(f"ended {rank}", "")
+    if rank == 0:
+        store.wait(["ended 1", "ended 2"], timedelta(seconds=60))
