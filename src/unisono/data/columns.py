@@ -61,8 +61,12 @@ class _NotAlikeError(Exception):
 
 def collates_as_torch() -> bool:
     """Return True if default_collate does what torch has it do, and no program has registered functions of its own."""
-    own = torch_collate.__name__
-    return all(function.__module__ == own for function in default_collate_fn_map.values())
+    return _are_torchs(*default_collate_fn_map.values())
+
+
+@lru_cache(maxsize=1)
+def _are_torchs(*functions: Any) -> bool:
+    return all(function.__module__ == torch_collate.__name__ for function in functions)
 
 
 def collate_columns(samples: list[Any], sizes: Sequence[int], *, share: bool = False) -> Columns | None:
@@ -123,15 +127,16 @@ def _stack(values: Sequence[Tensor], sizes: tuple[int, ...], *, share: bool) -> 
             raise _NotAlikeError
     # Into memory of a dtype, stack would convert what it promotes otherwise.
     shares_it = share and _paddings(sizes, first.nbytes) is None and all(each.dtype == dtype for each in values)
-    if not shape and dtype is torch.int64 and not any(map(Tensor.dim, values)):
-        # Labels, in less time than by stack. The array asks for __index__, which floats refuse, in less than by item.
-        stacked = _through_array("q", dtype, values)
+    if not shape and dtype is torch.int64:
+        # Labels, in less time than by stack. The array refuses floats, and the lists of tensors with a dimension.
+        stacked = _through_array("q", dtype, [*map(Tensor.tolist, values)])
     elif shares_it:
         stacked = torch.stack(values, out=empty_shared((len(values), *shape), dtype))  # type: ignore[arg-type]
     else:
         stacked = torch.stack(values)  # type: ignore[arg-type]
     # With these dtypes, no micro-batch alone would have another one: what stack promotes them to lies between the two.
-    if stacked.dtype != dtype or any(values[start].dtype != dtype for start in accumulate(sizes[:-1])):
+    starts = [values[start].dtype for start in accumulate(sizes[:-1])]
+    if stacked.dtype != dtype or starts.count(dtype) != len(starts):
         raise _NotAlikeError
     if stacked.requires_grad:  # one graph would be the graph of all micro-batches
         raise _NotAlikeError

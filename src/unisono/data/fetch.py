@@ -164,12 +164,18 @@ class Fetcher(Dataset[Any]):
             if self._note is not None:
                 return [self._read_noted(index) for index in indices]
             return [dataset[index] for index in indices]
-        samples = []
-        use = _owners(parts[0])[0]
+        samples: list[Any] = []
+        use, append = _owners(parts[0])[0], samples.append
         owned = chain.from_iterable([_owners(part)[1] for part in parts])
-        for index, key in zip(indices, self.settings.keys(use, epoch, last=owned), strict=True):
+        keys = self.settings.keys(use, epoch, last=owned)
+        if self._note is None:
+            for index, key in zip(indices, keys, strict=True):
+                seed(key)
+                append(dataset[index])
+            return samples
+        for index, key in zip(indices, keys, strict=True):
             seed(key)
-            samples.append(dataset[index] if self._note is None else self._read_noted(index))
+            append(self._read_noted(index))
         return samples
 
     def _read_noted(self, index: int) -> Any:

@@ -5,11 +5,13 @@ seeded before each sample only once the dataset has been seen to draw from it. U
 before a step's samples are read and looked at afterwards: if it has moved, they are read again with all generators
 seeded. So which generators are seeded changes no number that is drawn.
 
-Copying a generator's state takes longer than seeding, so a look draws a number and compares it with the expected one.
+Copying a generator's state takes longer than seeding, so a look draws a number and compares it with the expected one;
+of torch's, whose state is copied in little time, it compares the position.
 """
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable
@@ -17,7 +19,13 @@ from typing import Any, Protocol
 
 import torch
 
+from unisono.errors import UnisonoError
+
 __all__ = ["SampleGenerators"]
+
+_HEAD_NBYTES = 24
+"""Of the state of a generator on the CPU, CPUGeneratorImplStateLegacy: its seed (8 bytes), and of the 624 numbers that
+are made together, how many are left (4), whether there are any (4), and the next one (8)."""
 
 
 class SampleGenerators:
@@ -86,29 +94,42 @@ class _WatchedGenerator(Protocol):
         """Bring the generator into a known state in the least time."""
 
     def moved(self) -> bool:
-        """Return True if the generator has been drawn from since. This draws from it."""
+        """Return True if the generator has been drawn from since. This may draw from it."""
+
+
+def _head(generator: torch.Generator) -> bytes:
+    """Return the seed of a generator on the CPU and its position, which every draw changes."""
+    state = generator.get_state()  # by a name, so that its memory lives while it is read
+    return ctypes.string_at(state.data_ptr(), _HEAD_NBYTES)
 
 
 class _Torch:
     """torch's CPU generator."""
 
     def __init__(self) -> None:
-        self._twin = torch.Generator()
-        self._a, self._b = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
+        self._expected = b""
+        twin = torch.Generator()
+        before = _head(twin)
+        torch.empty((), dtype=torch.int64, device="cpu").random_(generator=twin)
+        if _head(twin) == before:
+            raise UnisonoError(
+                f"torch {torch.__version__} keeps the state of its CPU generator in another form than unisono knows, "
+                "so random numbers of datasets cannot be made the same on all ranks: use a version that it supports"
+            )
 
     def seed(self, key: int) -> None:
         torch.default_generator.manual_seed(key)
 
     def expect(self, key: int) -> None:
-        self._twin.manual_seed(key)
+        self._expected = _head(torch.default_generator)
 
     def settle(self, key: int) -> None:
         # Seeded anew, since libraries read torch.initial_seed() to seed their own generators.
         torch.default_generator.manual_seed(key)
-        self._twin.manual_seed(key)
+        self._expected = _head(torch.default_generator)
 
     def moved(self) -> bool:
-        return self._a.random_().item() != self._b.random_(generator=self._twin).item()
+        return _head(torch.default_generator) != self._expected
 
 
 class _Python:
