@@ -156,6 +156,14 @@ def fail(rank, writer):
     write_own(rank, writer)
 
 
+def write_on(rank, writer):
+    """Make files for as long as there is the folder, while rank 0 removes it because of rank 1."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for number in range(100_000):
+        (writer._work / f"more-{number}").touch()
+
+
 def leave_out(rank, writer):
     writer.write(ranges(rank)[:-1] if rank == 1 else ranges(rank), {"model.safetensors": plan().layout.nbytes})
 
@@ -164,6 +172,7 @@ def leave_out(rank, writer):
     ("others", "match"),
     [
         (die, "rank 2 ended before it had written its part"),
+        (write_on, "rank 1 ended before it had written its part"),
         (fail, r"rank [012] could not write its part: \[Errno|Is a directory"),
         (leave_out, "the parts of model.safetensors end at"),
     ],

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from unisono.errors import CheckpointError
@@ -43,7 +43,7 @@ class CheckpointWork:
         self.doing = "creating the folder"
         """The work under way, for messages."""
         self._lock = ExitStack()
-        self._has_begun = False
+        self._has_begun = self._is_committed = False
 
     def begin(self) -> None:
         """Make the folder, and hold a lock on it. A second call does nothing.
@@ -76,16 +76,17 @@ class CheckpointWork:
         flush_folder(self.path)
         self.doing = f"renaming it to {self._final.name}"
         self._rename_durably()
+        self._is_committed = True
         return self._final, sum(entry.nbytes for entry in [*entries, manifest])
 
     def close(self) -> None:
         """Release the lock, and remove what is left."""
         self._lock.close()
-        shutil.rmtree(self.path, ignore_errors=True)  # after a success it has been renamed
+        self._remove()  # after a success: the checkpoint that this one replaced, if any
 
     def explained(self, error: OSError) -> CheckpointError:
         """Remove what was written, and return an error that explains why it was not completed."""
-        shutil.rmtree(self.path, ignore_errors=True)  # before the free space is read: half a checkpoint is useless
+        self._remove()  # before the free space is read: half a checkpoint is useless
         try:
             there = next(path for path in [self._folder, *self._folder.absolute().parents] if path.exists())
             free = f"{shutil.disk_usage(there).free:,} bytes are free there"
@@ -102,6 +103,19 @@ class CheckpointWork:
         """The step and the tag in words."""
         return f"step {self.step}" if self._tag is None else f"step {self.step}, tagged {self._tag!r},"
 
+    def _remove(self) -> None:
+        """Remove the folder if it is there. Other ranks may still write into it: by its old name they cannot."""
+        aside = self.path
+        if not self._is_committed and aside.exists():
+            with suppress(OSError):
+                aside = aside.rename(self._aside("pruned"))
+        for _ in range(2):  # a file that was being made under the old name may have come in between
+            shutil.rmtree(aside, ignore_errors=True)  # on failure `clean` removes it at the next start
+
+    def _aside(self, why: str) -> Path:
+        """Return a name for a folder that is to be removed."""
+        return self._folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{why}-{self._final.name}"
+
     def _rename_durably(self) -> None:
         """Rename a complete checkpoint to its final name, and flush that to the disk. It exists from that moment on."""
         work, final = self.path, self._final
@@ -116,7 +130,7 @@ class CheckpointWork:
             return  # `close` removes the old one
         aside: Path | None = None
         if final.exists():
-            aside = self._folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-replaced-{final.name}"
+            aside = self._aside("replaced")
             final.rename(aside)
         try:
             work.rename(final)
