@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.launch.failure.root_cause import RankFailure
-from unisono.launch.replacement_policy import Death, DeathCounts, GiveUp, Member, Replace, decide_replacement
+from unisono.launch.replacement_policy import Await, Death, DeathCounts, GiveUp, Member, Replace, decide_replacement
 
 
 def death(rank: int = 1, *, code: int = -9, step: int = 417, kind: str = "", **more) -> Death:
@@ -23,7 +23,10 @@ def death(rank: int = 1, *, code: int = -9, step: int = 417, kind: str = "", **m
         ([death(1)], [Member(rank=0), Member(rank=2, has_state=False, armed=False)], Replace((1,))),
         ([death(1)], [Member(rank=2, has_state=False)], GiveUp()),
         ([death(1)], [], GiveUp()),
-        ([death(1)], [Member(rank=0), Member(rank=2, armed=False)], GiveUp()),
+        ([death(1)], [Member(rank=0), Member(rank=2, armed=False)], Await()),
+        ([death(1, code=3, kind="SystemExit")], [Member(rank=0, armed=False)], GiveUp()),
+        ([death(1)], [Member(rank=0, armed=False, refusal="so")], GiveUp("no rank can be replaced alone: so")),
+        ([death(1, armed=False)], [Member(rank=0, armed=False)], GiveUp()),
         ([death(1)], [Member(rank=0), Member(rank=2, finished=True)], GiveUp()),
         ([death(1, armed=False)], [Member(rank=0)], GiveUp()),
         ([death(1, code=3, kind="SystemExit")], [Member(rank=0)], GiveUp()),

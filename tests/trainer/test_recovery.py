@@ -132,6 +132,12 @@ def test_deaths_while_rank_0_runs_a_block_first_change_no_bit(train, deaths):
     assert len(train(3, *deaths).replaced) == 2
 
 
+def test_a_death_while_others_are_about_to_make_their_trainer_changes_no_bit(train):
+    """A rank that was quicker than the others; these cannot go on without it yet, but they can in a moment."""
+    found = train(3, (1, "before arm", None, "late 1"), (2, "before arm", None, "late 0.5"), (0, "turn", None, KILL))
+    assert len(found.replaced) == 1
+
+
 def test_deaths_between_a_call_and_its_event_leave_none_out(train):
     """`train` compares the events: here, of epochs that have begun, and of the end."""
     deaths = [(0, "before _tell_epoch", 0, KILL), (0, "before _tell_epoch", 5, KILL), (0, "before release", 10, KILL)]

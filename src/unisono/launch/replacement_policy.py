@@ -14,7 +14,7 @@ from typing import Any
 from unisono.launch.failure.root_cause import RankFailure
 from unisono.launch.recovery_page import Note
 
-__all__ = ["Death", "DeathCounts", "GiveUp", "Member", "Replace", "decide_replacement", "describe_death"]
+__all__ = ["Await", "Death", "DeathCounts", "GiveUp", "Member", "Replace", "decide_replacement", "describe_death"]
 
 _MOST_ROUNDS = 3
 """So many deaths at one step end the job."""
@@ -83,6 +83,11 @@ class Replace:
 
 
 @dataclass(frozen=True, slots=True)
+class Await:
+    """Others are about to survive the death of these ranks, which were quicker to make their Trainer: decide then."""
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """The job ends, or starts again as a whole."""
 
@@ -94,7 +99,7 @@ class GiveUp:
 
 def decide_replacement(
     deaths: Collection[Death], members: Collection[Member], counts: DeathCounts, *, enabled: bool = True
-) -> Replace | GiveUp:
+) -> Replace | Await | GiveUp:
     """Return the decision about ranks that have died and have not been replaced.
 
     Args:
@@ -109,7 +114,7 @@ def decide_replacement(
     >>> decide_replacement([killed], [Member(rank=0), Member(rank=1)], counts)
     Replace(ranks=(2,))
     >>> decide_replacement([killed], [Member(rank=0, armed=False), Member(rank=1)], counts)
-    GiveUp(reason='', exhausted=None)
+    Await()
     >>> decide_replacement([killed], [Member(rank=0), Member(rank=1, refusal="it calls all_reduce")], counts).reason
     'no rank can be replaced alone: it calls all_reduce'
     >>> decide_replacement([killed], [Member(rank=0, has_state=False), Member(rank=1, has_state=False)], counts).reason
@@ -122,7 +127,7 @@ def decide_replacement(
     refusals = [member.refusal for member in members] + [death.refusal for death in deaths]
     refusal = next(filter(None, refusals), "")
     refused = GiveUp(f"no rank can be replaced alone: {refusal}") if refusal else None
-    if not survivors or len(running) < len(members) or not all(member.armed for member in survivors):
+    if not survivors or len(running) < len(members):
         # Ranks that wait in vain for the others may have been put in place before one of those refused.
         return refused if refused and len(running) > len(survivors) else GiveUp()
     if any(_kind(death.failure) in _OWN_ENDS and not death.was_asked for death in deaths):
@@ -132,7 +137,8 @@ def decide_replacement(
     for death in deaths:
         if reason := counts.excess(death):
             return GiveUp(reason, exhausted=death.failure.rank)
-    return Replace(tuple(sorted(death.failure.rank for death in deaths)))
+    ranks = sorted(death.failure.rank for death in deaths)
+    return Replace(tuple(ranks)) if all(member.armed for member in survivors) else Await()
 
 
 @dataclass(slots=True)

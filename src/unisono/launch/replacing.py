@@ -21,7 +21,15 @@ from unisono.launch.failure.root_cause import RankFailure, RootCause
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.output.relay import Relay
-from unisono.launch.replacement_policy import Death, DeathCounts, GiveUp, Member, decide_replacement, describe_death
+from unisono.launch.replacement_policy import (
+    Await,
+    Death,
+    DeathCounts,
+    GiveUp,
+    Member,
+    decide_replacement,
+    describe_death,
+)
 from unisono.launch.spares import Spares
 from unisono.recovery_link import Membership
 from unisono.text import name_ranks
@@ -34,8 +42,11 @@ COMPANY_S = 0.1
 _LINGER_S = 5.0
 """How long a rank may take to end after an uncaught exception before it is killed."""
 
+_ARM_S = 5.0
+"""How long a death waits for ranks that are still about to make their Trainer; then it ends the job."""
+
 _POLL_S = 0.02
-"""How often pages are read while ranks join."""
+"""How often pages are read while ranks join, or are about to make their Trainer."""
 
 _CALM_S = 30.0
 """How long ranks that wait for a new one are not called stuck."""
@@ -89,6 +100,7 @@ class Replacing:
         self._due_s: dict[int, float] = {}  # by rank that has failed, when it has waited for company
         self._kill_s: dict[int, float] = {}  # by rank that has failed, when its process is killed
         self._poll_s: float | None = None
+        self._arm_s: float | None = None  # until when ranks may make their Trainer, while a death waits for that
         self.reason = ""
         """Why no rank was replaced in the end, if the user should know; otherwise ""."""
 
@@ -201,10 +213,29 @@ class Replacing:
         if isinstance(choice, GiveUp):
             self._give_up(choice)
             return False
+        if isinstance(choice, Await):
+            return self._await(now_s)
+        self._arm_s = None
         if ranks := self._ended(now_s):
             self._replace(ranks)
         self._kill_late(now_s)
         return True
+
+    def _await(self, now_s: float) -> bool:
+        """Decide again in a moment. Return False if ranks have been awaited for long enough."""
+        if not self._may_await(now_s):
+            self._give_up(GiveUp())
+            return False
+        for rank in self._deaths:
+            self._due_s[rank] = max(self._due_s.get(rank, 0.0), now_s + _POLL_S)
+        self._kill_late(now_s)
+        return True
+
+    def _may_await(self, now_s: float) -> bool:
+        """Return True while a death may wait for ranks that are about to make their Trainer."""
+        if self._arm_s is None:
+            self._arm_s = now_s + _ARM_S
+        return now_s < self._arm_s
 
     def _give_up(self, choice: GiveUp) -> None:
         self.reason = choice.reason

@@ -2,8 +2,8 @@
 
 A death is [rank, place, number, how]: the rank, or -1 for any; a name given to `at`, and the number there, or null for
 the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, "kill 2" for one of rank 2, "error", or
-"scale 4" for no death but a change to 4 ranks, which comes after the next step. Each happens once in a run, whatever
-process comes there.
+for no death "scale 4", a change to 4 ranks, which comes after the next step, or "late 0.5", a sleep in seconds. Each
+happens once in a run, whatever process comes there.
 """
 
 import json
@@ -29,6 +29,7 @@ from unisono.engine.staged.state_slots import StateSlots
 from unisono.engine.tree_all_reduce import TreeAllReduce
 from unisono.job import group_watch
 from unisono.launch.control import ask, running_jobs
+from unisono.launch.recovery_page import RankLink
 from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.digest import digest
 from unisono.trainer import recovery
@@ -53,6 +54,9 @@ def at(place, number=None):
         try:
             (FOLDER / f"died{i}").touch(exist_ok=False)
         except FileExistsError:
+            continue
+        if how.startswith("late "):
+            time.sleep(float(how.removeprefix("late ")))
             continue
         if how.startswith("scale "):
             scale(int(how.removeprefix("scale ")), FOLDER / f"asked{i}")
@@ -273,10 +277,6 @@ def deal(data):
 
 def train(data, held_out):
     function = shape if ASKED.get("kind") == "gan" else accuracy
-    if any(name == "begin" for _, name, *_ in ASKED.get("deaths", [])):  # before that, no rank can be replaced
-        (FOLDER / f"made{RANK}").touch()
-        while not all((FOLDER / f"made{rank}").exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
-            time.sleep(0.005)
     at("begin")
     for epoch in trainer.epochs(ASKED.get("epochs", 2), max_steps=ASKED.get("max_steps")):
         at("epoch", epoch)
@@ -336,6 +336,7 @@ def light_fuses():
             threading.Thread(target=explode_later, args=(delay_s,), daemon=True).start()
 
 
+surround(RankLink, "arm", number=lambda *_, **__: 0)
 make_group()
 models, optimizers, trainer = make_trainer()
 (FOLDER / f"armed.{RANK}").touch()

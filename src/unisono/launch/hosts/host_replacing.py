@@ -25,7 +25,7 @@ from unisono.launch.hosts.rank_states import (
     encode_members,
     new_places,
 )
-from unisono.launch.replacement_policy import Death, GiveUp, decide_replacement
+from unisono.launch.replacement_policy import Await, Death, GiveUp, decide_replacement
 from unisono.launch.replacing import Replacing, describe_deaths, describe_spares
 from unisono.recovery_link import Membership
 from unisono.text import name_ranks
@@ -74,6 +74,7 @@ class HostReplacing(Replacing):
         # Ranks of a first start may have been about to meet at the store of a leader that is lost since.
         self._term = hosts.term if self._generation.attempt else 0
         self._must_decide = False
+        self._ask_s: float | None = None  # when to ask again, while a death waits for ranks to make their Trainer
         self._joined: dict[int, int] = {}  # by host, the latest decision that all of its ranks have joined
         self._filled: dict[int, list[bool]] = {}  # by host, for each rank that it has started anew, whether by a spare
         self._moved: dict[int, str] = {}  # by lost host, what has happened and where its ranks are now
@@ -140,11 +141,15 @@ class HostReplacing(Replacing):
         if self._is_over:
             return not self._generation.failed
         self._joining.tick()
+        if self._ask_s is not None and time.monotonic() >= self._ask_s:
+            self._ask()
         return super().tick()
 
     def next_deadline_s(self) -> float | None:
         """Return when `tick` is due, by the monotonic clock; None if nothing is under way."""
-        deadlines = [super().next_deadline_s(), None if self._is_over else self._joining.next_deadline_s()]
+        deadlines = [super().next_deadline_s()]
+        if not self._is_over:
+            deadlines += [self._joining.next_deadline_s(), self._ask_s]
         return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
 
     def look(self) -> None:
@@ -177,6 +182,7 @@ class HostReplacing(Replacing):
 
     def _ask(self) -> None:
         """Ask the agents of all hosts about their ranks."""
+        self._ask_s = None
         if self._is_over:
             return
         if self._began_s is None:
@@ -232,6 +238,12 @@ class HostReplacing(Replacing):
             super()._count(death)
         if deaths or (newcomer is None and not is_scaled):
             choice = decide_replacement(deaths, members, self._counts)
+            if isinstance(choice, Await):
+                if self._may_await(now_s := time.monotonic()):
+                    self._ask_s = now_s + _POLL_S
+                    return
+                choice = GiveUp()
+            self._arm_s = None
             if isinstance(choice, GiveUp):
                 hosts.say({"do": "give up", "reason": choice.reason, "exhausted": choice.exhausted})
                 self._end_for_lost(choice.reason)
