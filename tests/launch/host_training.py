@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import time
 
 from host_network import Hosts
 
@@ -16,6 +17,7 @@ torch.manual_seed(3)
 model = torch.nn.Sequential(torch.nn.Linear(6, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
+open(f"came.{os.getpid()}", "w").close()
 trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, seed=5, progress=False)
 steps, pause_s, wait = 0, float(sys.argv[1]), len(sys.argv) > 2
 def loss(model, batch):
@@ -31,6 +33,8 @@ for epoch in trainer.epochs(3):
         if steps == 2 and trainer.rank == trainer.world_size - 1:
             print("working", flush=True)
         time.sleep(pause_s)
+        while steps == 3 and os.path.exists("hold"):
+            time.sleep(0.01)
 trainer.print("weights sha256:", trainer.digest())
 job = unisono.init()
 print("place:", job.rank, job.world_size, job.num_nodes, job.local_world_size, flush=True)
@@ -44,6 +48,21 @@ EARLY = ("--rdzv-conf", "last_call_timeout=0.5", "--nnodes")
 def write(hosts: Hosts) -> str:
     (hosts.folder / "script.py").write_text(TRAIN)
     return "script.py"
+
+
+def hold(hosts: Hosts) -> None:
+    """Let the ranks wait after their third step, until `go_on`: new ones may take long on a busy machine."""
+    for came in hosts.folder.glob("came.*"):
+        came.unlink()
+    (hosts.folder / "hold").touch()
+
+
+def go_on(hosts: Hosts, *, new: int) -> None:
+    """Let the ranks go on once so many new ones have come to their Trainer."""
+    deadline_s = time.monotonic() + 60
+    while len([*hosts.folder.glob("came.*")]) < new and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    (hosts.folder / "hold").unlink()
 
 
 def sha_of(text: str) -> str:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from host_network import Hosts, finish
-from host_training import EARLY, await_line, sha_of, write
+from host_training import EARLY, await_line, go_on, hold, sha_of, write
 
 
 def test_a_killed_rank_is_replaced_on_its_host(hosts, calm_sha):
@@ -165,13 +165,16 @@ def start_one(
 
 
 def test_a_host_that_comes_late_brings_ranks_and_one_that_dies_meanwhile_changes_nothing(hosts, calm_sha):
+    hold(hosts)
     first = start_one(hosts, 0, "1:2", "0.25", ranks=2)
     await_line(first, "working", stream="stdout")
     lost = start_one(hosts, 1, "1:2", "0.25", ranks=2)
     await_line(first, "unisono: host 1, host1 (10.97.0.2), joins with ranks 2-3, which start now")
     os.kill(lost.pid, signal.SIGKILL)
     finish(lost)
+    hold(hosts)
     late = start_one(hosts, 1, "1:2", "0.25", ranks=2)
+    go_on(hosts, new=2)
     told = await_line(first, "has joined")
     done = [finish(first), finish(late)]
     assert [job.returncode for job in done] == [0, 0], told + done[0].stderr + done[1].stderr
@@ -196,7 +199,9 @@ def test_a_lost_host_comes_back_and_takes_ranks_from_the_others(hosts, calm_sha,
     told = await_line(other, "its launcher was killed")
     if lost == 0:
         told += await_line(other, "hosts can join at 10.97.0.2:29500 now")
+    hold(hosts)
     back = start_one(hosts, lost, "1:2", "0.8", flags=flags)
+    go_on(hosts, new=1)
     told += await_line(other, "has joined")
     done = [finish(other), finish(back)]
     assert [job.returncode for job in done] == [0, 0], told + done[0].stderr + done[1].stderr

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from host_network import Hosts, finish
-from host_training import EARLY, TRAIN, await_line, sha_of
+from host_training import EARLY, TRAIN, await_line, go_on, hold, sha_of
 
 HINDERED = TRAIN.replace(
     "torch.manual_seed(3)",
@@ -44,8 +44,12 @@ def scale(hosts: Hosts, host: int, job: subprocess.Popen[bytes], ranks: int) -> 
 
 
 def test_the_number_of_ranks_grows_and_shrinks_on_all_hosts(hosts, calm_sha):
+    hold(hosts)
     jobs = start(hosts, 2)
-    grown = scale(hosts, 1, jobs[1], 4)
+    hold(hosts)
+    asked = hosts.start(1, "scale", str(jobs[1].pid), "4")
+    go_on(hosts, new=2)
+    grown = finish(asked)
     assert grown.returncode == 0, grown.stderr
     assert re.search(r"2 -> 4 ranks after step \d+; the run waited \d", grown.stdout)
     shrunk = scale(hosts, 0, jobs[0], 3)
