@@ -71,6 +71,8 @@ class ForkServerHandle:
     def __init__(self, job: LaunchJob, environment: Mapping[str, str], *, hosts: Hosts | None = None) -> None:
         self.pid = 0
         """The process id of the fork server; 0 until it is known."""
+        self.port = 0
+        """The port of the job's store; 0 until it is known."""
         ours, theirs = socket.socketpair()
         source = program_source(job)
         with theirs:
