@@ -10,11 +10,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unisono.collectives.world import World
 from unisono.engine import EngineFactory, StepTransaction
+from unisono.engine.optimizer_hooks import is_hooked
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory, StageMap
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.state.tensor_groups import TensorGroups
@@ -101,7 +100,7 @@ class StagedState:
         if self._is_writing():
             if not self._commits.is_established:
                 return "a rank died while this one wrote weights"
-            if any(_has_hooks(optimizer) for optimizer in self._subjects.optimizers.values()):
+            if any(is_hooked(optimizer) for optimizer in self._subjects.optimizers.values()):
                 return "a rank died in an update with hooks of the script, whose effects cannot be undone"
         elif self._commits.was_changed():
             return CHANGED
@@ -192,13 +191,3 @@ class StagedState:
 
     def _is_writing(self) -> bool:
         return any(runner.transaction.writing for runner in self._runners.values())
-
-
-def _has_hooks(optimizer: Optimizer) -> bool:
-    own: Any = optimizer
-    return bool(
-        own._optimizer_step_pre_hooks
-        or own._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unisono.collectives.world import World
 from unisono.engine.accumulation import GradientAccumulation
@@ -23,10 +22,10 @@ from unisono.engine.base import Preparation, Trained
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.node_sums import Gradients, take
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, global_norm
+from unisono.engine.optimizer_hooks import is_hooked, with_hooks
 from unisono.engine.sharded.division import Division
 from unisono.engine.sharded.exchange import GradientRow
 from unisono.engine.sharded.unit import PieceLayout
-from unisono.engine.shared.optimizer_update import with_hooks
 from unisono.engine.shared.step_metadata import note, unscale
 from unisono.engine.sparse_tables import split_sparse
 from unisono.engine.step_transaction import StepTransaction
@@ -326,15 +325,6 @@ def update_parts(engines: Sequence[ShardedEngine], scaler: torch.amp.GradScaler 
     run: Callable[[], None] = apply
     for optimizer in reversed(first._optimizers):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-        if _is_hooked(optimizer):
+        if is_hooked(optimizer):
             run = with_hooks(optimizer, run)
     run()
-
-
-def _is_hooked(optimizer: Optimizer) -> bool:
-    return bool(
-        _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-    )

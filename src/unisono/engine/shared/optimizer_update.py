@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,7 +15,7 @@ from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
 from unisono.engine.shared.shared_runtime import SharedRuntime
 
-__all__ = ["OptimizerUpdate", "with_hooks"]
+__all__ = ["OptimizerUpdate"]
 
 
 class OptimizerUpdate(NamedTuple):
@@ -59,13 +58,3 @@ class OptimizerUpdate(NamedTuple):
         if changed:
             self.state.publish()
         return changed and not self.state.is_settled()
-
-
-def with_hooks(optimizer: Optimizer, run: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that runs an optimizer's hooks around another, as torch does around `step`."""
-
-    def run_with_optimizer(_: Optimizer) -> None:
-        run()
-
-    hooked: Callable[[Optimizer], None] = Optimizer.profile_hook_step(run_with_optimizer)
-    return partial(hooked, optimizer)

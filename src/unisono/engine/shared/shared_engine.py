@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unisono.embedding.tables import lagging, serving_in
 from unisono.engine.accumulation import GradientAccumulation
@@ -31,8 +30,9 @@ from unisono.engine.norm import (
     global_norm,
     in_memory_order,
 )
+from unisono.engine.optimizer_hooks import has_post_hooks, has_pre_hooks, is_hooked, with_hooks
 from unisono.engine.shared.gradient_rows import GradientRows
-from unisono.engine.shared.optimizer_update import OptimizerUpdate, with_hooks
+from unisono.engine.shared.optimizer_update import OptimizerUpdate
 from unisono.engine.shared.parameter_arena import SharedParameters
 from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.sharded_optimizer import is_elementwise
@@ -54,8 +54,6 @@ from unisono.machine import give_memory_back
 
 __all__ = ["SharedEngine"]
 
-_pre_hooks_of = attrgetter("_optimizer_step_pre_hooks")
-_post_hooks_of = attrgetter("_optimizer_step_post_hooks")
 # Columns of the runtime's words, after those of the consistency check.
 _UNSETTLED, _LENGTH, _HOOKED = 4, 5, 6
 
@@ -157,10 +155,10 @@ class SharedEngine(GradientAccumulation):
         """Wait for the gradients of all ranks; see `Engine`."""
         runtime, comparison, step = self._runtime, self._comparison, self._step
         step.writing = True  # the others may write once this rank has arrived
-        is_hooked = self._has_pre_hooks()
-        if is_hooked or self._is_whole or self._has_post_hooks():  # the update may then draw random numbers
+        runs_hooks = has_pre_hooks(self._optimizers)
+        if runs_hooks or self._is_whole or has_post_hooks(self._optimizers):  # the update may then draw random numbers
             step.run_deferred()
-        runtime.publish(_HOOKED, is_hooked)
+        runtime.publish(_HOOKED, runs_hooks)
         comparison.begin(step)
         self._arrived = self._is_open = True
         what = f"waiting for the gradients of step {comparison.attempt} of this process"
@@ -251,10 +249,10 @@ class SharedEngine(GradientAccumulation):
                     self._protection.commit()
                 self._show_gradients()
             else:
-                run, is_hooked = self._apply, self._is_hooked()
+                run, runs_hooks = self._apply, is_hooked(*self._optimizers)
                 for optimizer in reversed(self._optimizers):
                     optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-                    if is_hooked:
+                    if runs_hooks:
                         run = with_hooks(optimizer, run)
                 run()
             self._step.run_deferred()
@@ -311,7 +309,7 @@ class SharedEngine(GradientAccumulation):
             self._servers.settle()
         if self._protection is None:
             return True
-        if not self._protection.repair(dead, is_hooked=self._is_hooked()):
+        if not self._protection.repair(dead, is_hooked=is_hooked(*self._optimizers)):
             return False
         self._division.take_back()
         return True
@@ -439,16 +437,6 @@ class SharedEngine(GradientAccumulation):
         assert self._found_inf is not None
         note(scaler, self._found_inf)
         return bool(self._found_inf.item()) and not getattr(self._optimizer, "_step_supports_amp_scaling", False)
-
-    def _has_pre_hooks(self) -> bool:
-        return bool(_global_optimizer_pre_hooks) or any(map(_pre_hooks_of, self._optimizers))
-
-    def _is_hooked(self) -> bool:
-        """Return True if hooks of the user run before or after the optimizer's step."""
-        return self._has_pre_hooks() or self._has_post_hooks()
-
-    def _has_post_hooks(self) -> bool:
-        return bool(_global_optimizer_post_hooks) or any(map(_post_hooks_of, self._optimizers))
 
     def _apply(self) -> None:
         """Perform the `step` of all optimizers, on all ranks together."""
