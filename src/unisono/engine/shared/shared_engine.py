@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from unisono.embedding.tables import lagging, serving_in
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.base import Preparation, Trained
-from unisono.engine.joint_optimizer import parts_of, trained_by
+from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.node_sums import Gradients, drop
 from unisono.engine.norm import (
     block_norms,
@@ -31,31 +31,28 @@ from unisono.engine.norm import (
     in_memory_order,
 )
 from unisono.engine.optimizer_hooks import has_post_hooks, has_pre_hooks, is_hooked, with_hooks
+from unisono.engine.shared.engine_parts import check_movable, make_parts
 from unisono.engine.shared.gradient_rows import GradientRows
 from unisono.engine.shared.optimizer_update import OptimizerUpdate
 from unisono.engine.shared.parameter_arena import SharedParameters
 from unisono.engine.shared.partition import Piece
-from unisono.engine.shared.sharded_optimizer import is_elementwise
-from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
 from unisono.engine.shared.table_division import TableDivision
 from unisono.engine.shared.table_servers import TableServers
 from unisono.engine.shared.update_protection import UpdateProtection
-from unisono.engine.shared.work_division import divide_work
-from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
+from unisono.engine.sparse_tables import check_optimizers, split_sparse
 from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.engine.totals import Totals
-from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.errors import PeerError, UnisonoError
 from unisono.machine import give_memory_back
 
 __all__ = ["SharedEngine"]
 
-# Columns of the runtime's words, after those of the consistency check.
-_UNSETTLED, _LENGTH, _HOOKED = 4, 5, 6
+# Columns of the runtime's words, after those of the consistency check; `engine_parts` has the one between them.
+_UNSETTLED, _HOOKED = 4, 6
 
 
 class SharedEngine(GradientAccumulation):
@@ -333,74 +330,30 @@ class SharedEngine(GradientAccumulation):
         optimizer, runtime = self._optimizer, self._runtime
         dense, tables = split_sparse(trained, self._modules)
         check_optimizers(optimizer, dense, tables)
-        self._check_movable(trained)
+        check_movable(runtime, trained, self._modules)
         serving = serving_in(self._modules) if tables.names else None
         runtime.keeps_descriptors = serving is not None
         self._weights.move(step, trained, lagging(self._modules) if tables.names else ())
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
-        self._trained, parameters = dense, dense.parameters
-        maps = maps_of(optimizer, tables)
-        self._division = division = TableDivision(
-            optimizer, tables, rank=runtime.rank, size=runtime.size, first=len(parameters), maps=maps
-        )
-        all_gather = SharedAllGatherV(runtime, word=_LENGTH)
-        self._tables = TableSums(tables, rank=runtime.rank, all_gather=all_gather, divided=division.divided, maps=maps)
-        self._is_whole = not all(is_elementwise(part) for part in parts_of(optimizer) if trained_by(part, dense).names)
-        work = divide_work(
+        self._trained = dense
+        parts = make_parts(
             runtime,
             self._weights,
-            parameters,
-            is_whole=self._is_whole,
-            keeps_gradients=self._protects and division.is_undoable,
+            optimizer,
+            dense=dense,
+            tables=tables,
+            serving=serving,
             widest=self._layouts.widest,
+            protects=self._protects,
         )
+        work, self._is_whole, self._table = parts.work, parts.is_whole, parts.metadata
+        self._tables, self._division, self._servers = parts.tables, parts.division, parts.servers
+        self._updates, self._protection = parts.updates, parts.protection
         self._is_large, self._row_sets, self._gradients = work.is_large, work.row_sets, work.gradients
         self._rows = self._row_sets[0]
-        if work.is_large and not runtime.awaits_release:
-            runtime.awaits_release = True
-            runtime.release_gradients()
-        self._table = StepMetadata(runtime, self._layouts.widest, [p.numel() for p in parameters])
-        every = Trained((*dense.names, *tables.names), (*parameters, *tables.parameters))
-        pieces = [*work.parts[runtime.rank], *division.pieces]
-        places = [*work.places, *division.places]
-        self._updates = [
-            OptimizerUpdate.make(runtime, part, every, pieces, places, guests=division.guests)
-            for part in parts_of(optimizer)
-        ]
-        if serving is not None:
-            self._servers = TableServers(
-                runtime, serving, tables, division=division, updates=self._updates, first=len(parameters)
-            )
-        if self._protects:
-            self._protection = self._make_protection(work.parts)
         if self._overlap and work.is_large:
             self._hook()
         give_memory_back()
-
-    def _make_protection(self, parts: Sequence[Sequence[Piece]]) -> UpdateProtection:
-        return UpdateProtection(
-            self._runtime,
-            parts,
-            self._updates,
-            self._row_sets,
-            parameters=self._trained.parameters,
-            vectors=[self._weights.vector(p) for p in self._trained.parameters],
-            tables=self._tables.tables.parameters,
-            keeps_copies=self._division.is_undoable,
-            is_whole=self._is_whole,
-        )
-
-    def _check_movable(self, trained: Trained) -> None:
-        """Raise ValueError on all ranks if parameters, such as ones added to the model later, cannot be shared."""
-        tensors = [t for module in self._modules for t in (*module.parameters(), *module.buffers())]
-        found = self._runtime.world.gather(sharing_obstacle(trained, tensors))
-        rank, obstacle = next(((rank, what) for rank, what in enumerate(found) if what), (0, None))
-        if obstacle is not None:
-            raise ValueError(
-                f"ranks cannot share the weights any more: rank {rank}: {obstacle}. It was not so when the Trainer was "
-                'made. Give Trainer engine="collective", or give the parameter memory of its own: p.data = '
-                "p.data.contiguous().clone()."
-            )
 
     def _wait_for_release(self) -> None:
         """Wait until rows may be written: before that, other ranks may still read the last step's gradient there."""
