@@ -24,15 +24,15 @@ from unisono.trainer.failure_record import FailureRecord
 from unisono.trainer.loader_cache import Loader
 from unisono.trainer.optimizer_steps import OptimizerSteps
 from unisono.trainer.rollouts import Rollouts
+from unisono.trainer.run_events import RunEvents
 from unisono.trainer.save_points import SavePoints
 from unisono.trainer.snapshot import Cursor, check_same_data
-from unisono.trainer.state_digests import RegularDigests, digest_at_end
+from unisono.trainer.state_digests import RegularDigests
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_events import StepEvents
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.table_statistics import TableStatistics
 from unisono.watch import EventLog
-from unisono.watch.event_kinds import EndFields
 
 __all__ = ["Loop"]
 
@@ -71,7 +71,7 @@ class Loop:
         # Also on a new rank: what the script draws before its loop is equal on all ranks.
         self._run.set_generators("loop", *self.began[:2], 0)
         self._asked = self._cursor.values(), len(self.history)
-        self._started_s = time.monotonic()
+        self._run_events = RunEvents(parts, log, keeps=keeps)
         self._events = StepEvents(log, parts.run.device)
         self._table_statistics = TableStatistics(parts.modules, log)
         self._clock = parts.run.clock
@@ -79,7 +79,6 @@ class Loop:
         self._saves = SavePoints(parts, log, keeps=keeps)
         self._failures = FailureRecord(log, parts, keeps=keeps)
         self._digests = RegularDigests(parts, log)
-        self._digested = (parts.modules, parts.subjects.optimizers) if keeps else None
         if keeps:
             self._saves.heed_signals(self._can_stop)
 
@@ -134,7 +133,7 @@ class Loop:
                 "a loop over trainer.epochs is under way, and a run has one at a time: end that one first. It ends "
                 "after its last epoch, by break, or when its iterator is dropped."
             )
-        self._started_s = time.monotonic()
+        self._run_events.begin()
         cursor = self._cursor
         self._saves.hold("trainer.epochs")
         self._epochs, self._last_step, self._exhausted = epochs, max_steps, None
@@ -165,24 +164,9 @@ class Loop:
             self._epochs = self._last_step = None
             self._recovery.leave_epochs()
         self._failures.end()
-        self._tell_end()
+        self._run_events.tell_end(is_whole=self._saves.is_whole)
         self._saves.tell_drill()
         self._saves.end_loop()
-
-    def _tell_end(self) -> None:
-        if not self._log.hears("end"):
-            return
-        fields: EndFields = {
-            "total_steps": self._cursor.total_steps,
-            "seconds": round(time.monotonic() - self._started_s, 3),
-        }
-        if (
-            self._digested is not None
-            and self._saves.is_whole
-            and (digest := digest_at_end(*self._digested)) is not None
-        ):
-            fields["digest"] = digest
-        self._log.emit("end", **fields)
 
     def next_epoch(self) -> int:
         """Return the epoch whose batches come next.
@@ -289,16 +273,8 @@ class Loop:
                 self._is_dealing = False
 
     def _tell_epoch(self, loader: _Loader) -> None:
-        cursor = self._cursor
-        self._log.emit(
-            "epoch",
-            epoch=cursor.epoch,
-            epochs=self._epochs,
-            steps=loader.steps,
-            first_step=cursor.step,
-            num_samples=loader.num_samples,
-            total_steps=cursor.total_steps,
-            run_steps=self._run_steps(loader.steps),
+        self._run_events.tell_epoch(
+            steps=loader.steps, num_samples=loader.num_samples, epochs=self._epochs, last_step=self._last_step
         )
         self._events.begin()
 
@@ -444,26 +420,10 @@ class Loop:
         self.optimizers.end_epoch()
 
     def _tell_over(self, epochs: int, max_steps: int | None) -> None:
-        """Report that there is nothing to do; raise ValueError if this Trainer has done some of the steps."""
-        cursor = self._cursor
-        if not cursor.total_steps or not epochs or max_steps == 0 or not self._recovery.is_joined:
-            return
-        asked = f"epochs={epochs}" if max_steps is None else f"epochs={epochs}, max_steps={max_steps}"
-        if cursor.total_steps > self.began[2]:
-            raise ValueError(
-                f"{asked} is done: this Trainer is at epoch {cursor.epoch}, after {cursor.total_steps} steps. Epochs "
-                "and steps count from the start of the run: to do as much again, ask for "
-                f"epochs={cursor.epoch + epochs}."
-            )
-        self._log.emit("over", epoch=cursor.epoch, total_steps=cursor.total_steps, epochs=epochs, max_steps=max_steps)
-
-    def _run_steps(self, steps: int | None) -> int | None:
-        """Return the number of steps at the end of the run, if each epoch has `steps` of them; None if not known."""
-        cursor, epochs, last = self._cursor, self._epochs, self._last_step
-        if epochs is None or steps is None:
-            return last
-        whole = cursor.total_steps - cursor.step + (epochs - cursor.epoch) * steps
-        return whole if last is None else min(whole, last)
+        """Report that there is nothing to do, if steps have been asked for and done."""
+        is_done = self._cursor.total_steps and epochs and max_steps != 0
+        if is_done and self._recovery.is_joined:
+            self._run_events.tell_over(epochs, max_steps, first_step=self.began[2])
 
     def _is_over(self) -> bool:
         return self._last_step is not None and self._cursor.total_steps >= self._last_step
