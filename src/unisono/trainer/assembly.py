@@ -19,10 +19,8 @@ from unisono.embedding.tables import tables_in
 from unisono.engine import (
     BufferTransaction,
     EngineFactory,
-    JointOptimizer,
     StepDescription,
     WeightWrites,
-    select_engines,
 )
 from unisono.engine.description import (
     check_equal_documents,
@@ -34,9 +32,7 @@ from unisono.engine.description import (
 )
 from unisono.engine.local_steps import Workers
 from unisono.engine.model_contents import parameter_names
-from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
-from unisono.engine.step_fingerprint import StepFingerprint
 from unisono.job.placement import own_placement
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.cut_model import CutModel
@@ -52,7 +48,6 @@ from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models, check_placed
 from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
 from unisono.trainer.part_restoration import restore_parts
-from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recoverable_state import RecoverableState, WholeState
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.restoration import restore
@@ -70,22 +65,19 @@ from unisono.trainer.setup import (
     named_optimizers,
 )
 from unisono.trainer.shard_gathering import ShardGathering
-from unisono.trainer.sharded_gradients import ShardedGradients
 from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models
 from unisono.trainer.stage_commits import StageCommits
 from unisono.trainer.stage_gathering import StageGathering
 from unisono.trainer.stage_state import StageState
-from unisono.trainer.staged_state import StagedState, make_staged_engines
+from unisono.trainer.staged_state import StagedState
 from unisono.trainer.step import StepRunner
 from unisono.trainer.step_clock import StepClock
-from unisono.trainer.step_gradients import StepGradients
+from unisono.trainer.step_runners import Engines, engines_of_layout, engines_of_run, make_runners
 from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, with_tables
-from unisono.trainer.virtual_rank_gradients import VirtualRankGradients
 
 __all__ = ["Models", "TrainerParts", "assemble"]
 
 Models = nn.Module | Mapping[str, nn.Module]
-Engines = EngineFactory | StagedEngineFactory | ShardedEngineFactory
 
 _NO_OTHER_PART = "with Pipeline(zero=1), the part of the optimizer's state of a rank that dies is nowhere else"
 _NO_COPIES = (
@@ -245,7 +237,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     )
 
     def select() -> EngineFactory:
-        return _select(settings, world, modules, optimizers, recovery)
+        return engines_of_run(settings, world, modules, optimizers, recovery)
 
     workers = None
     if settings.sync is not None:
@@ -254,48 +246,19 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     base = select()
     base.workers = workers
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
-    engines, buffers = _of_parts(base, settings, world, modules, cut)
+    engines, buffers = engines_of_layout(base, settings, world, modules, cut)
 
-    def make_runner(of_step: Mapping[str, Optimizer]) -> StepRunner:
-        single = next(iter(of_step.values()))
-        stepped = single if len(of_step) == 1 else JointOptimizer([*of_step.values()])
-        gradients: StepGradients
-        if isinstance(buffers, StagedBuffers):
-            assert isinstance(cut, CutModel)
-            gradients = PipelineGradients(
-                run, models=model, modules=modules, buffers=buffers, autocast=settings.autocast, cut=cut
-            )
-        elif isinstance(cut, DividedModel):
-            gradients = ShardedGradients(
-                run,
-                models=model,
-                modules=modules,
-                buffers=buffers,
-                autocast=settings.autocast,
-                carried=carried,
-                divided=cut,
-            )
-        else:
-            gradients = VirtualRankGradients(
-                run, models=model, modules=modules, buffers=buffers, autocast=settings.autocast, carried=carried
-            )
-        return StepRunner(
-            run,
-            models=model,
-            modules=modules,
-            optimizer=stepped,
-            engines=engines,
-            buffers=buffers,
-            gradients=gradients,
-            fingerprint=StepFingerprint(of_step, modules),
-            autocast=settings.autocast,
-            clip_grad_norm=settings.clip_grad_norm,
-        )
-
-    runners: dict[str | None, StepRunner] = {name: make_runner({name: each}) for name, each in optimizers.items()}
-    if len(optimizers) > 1:
-        runners[None] = joint = make_runner(optimizers)
-        joint.scaler = runners[next(iter(optimizers))].scaler
+    runners = make_runners(
+        run,
+        settings,
+        optimizers,
+        model=model,
+        modules=modules,
+        engines=engines,
+        buffers=buffers,
+        carried=carried,
+        cut=cut,
+    )
     averages = start_averages(modules, settings.ema_decay)
     divided_average: DividedAverage | None = None
     if isinstance(cut, DividedModel) and averages and not cut.division.grid.keeps_weights:
@@ -391,64 +354,6 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         history=history,
         source=source,
         warnings=warnings,
-    )
-
-
-def _select(
-    settings: TrainerSettings,
-    world: World,
-    modules: Mapping[str, nn.Module],
-    optimizers: Mapping[str, Optimizer],
-    recovery: Recovery,
-) -> EngineFactory:
-    """Return the factory of the run's engines. Every rank must call it."""
-    return select_engines(
-        settings.engine if settings.parallel is None and settings.sync is None else "collective",
-        world,
-        modules.values(),
-        optimizers.values(),
-        virtual_ranks=settings.virtual_ranks,
-        overlap=settings.overlap,
-        protect=recovery.is_on,
-    )
-
-
-def _of_parts(
-    engines: EngineFactory,
-    settings: TrainerSettings,
-    world: World,
-    modules: Mapping[str, nn.Module],
-    cut: CutModel | DividedModel | None,
-) -> tuple[Engines, BufferTransaction | StagedBuffers]:
-    """Return the factory of engines, and the buffers, of a model that may be cut or divided over ranks."""
-    virtual_ranks = settings.virtual_ranks
-    if isinstance(cut, CutModel):
-        staged = make_staged_engines(cut, engines, modules, virtual_ranks=virtual_ranks)
-        return staged, StagedBuffers(
-            modules, cut.ranks, cut.ownership, staged.all_reduce_of, virtual_ranks=virtual_ranks
-        )
-    if isinstance(cut, DividedModel):
-        sharded = ShardedEngineFactory(
-            world,
-            list(modules.values()),
-            cut.division,
-            engines.comparison,
-            virtual_ranks=virtual_ranks,
-            overlap=settings.overlap,
-        )
-        return sharded, BufferTransaction(
-            modules,
-            world,
-            sharded.all_reduce,
-            virtual_ranks=virtual_ranks,
-            parameters_move=not cut.division.grid.keeps_weights,
-        )
-    return engines, BufferTransaction(
-        modules,
-        world,
-        engines.all_reduce,
-        virtual_ranks=virtual_ranks,
-        parameters_move=settings.sync is not None,
     )
 
 
