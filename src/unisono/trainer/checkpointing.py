@@ -1,7 +1,7 @@
-"""The directory of a run: the lock on it, and writing checkpoints when they are due.
+"""Writes the checkpoints of a run when they are due, and at its end.
 
-Only rank 0 uses the directory, so the ranks need no shared file system. If they have one, the ranks of a divided run
-write their parts there.
+Only rank 0 uses the directory of the run (`run_directory`), so the ranks need no shared file system. If they have one,
+the ranks of a divided run write their parts there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
-from unisono.state.lock import DirectoryLock
 from unisono.state.policy import Checkpoints, is_due
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
@@ -26,6 +25,7 @@ from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
 from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, completion
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
+from unisono.trainer.run_directory import RunDirectory
 from unisono.watch import EventLog
 
 __all__ = ["Checkpointing", "Place"]
@@ -39,13 +39,8 @@ class Checkpointing:
     """Reads and writes the checkpoints of one run. Without a directory it does nothing."""
 
     def __init__(self, directory: Path | None, policy: Checkpoints, world: World) -> None:
-        self._directory, self._policy, self._world = directory, policy, world
-        self._store = (
-            None
-            if directory is None
-            else CheckpointStore(directory / "checkpoints", incremental=bool(policy.incremental))
-        )
-        self._lock = None if directory is None else DirectoryLock(directory)
+        self._policy, self._world = policy, world
+        self._directory = None if directory is None else RunDirectory(directory, incremental=bool(policy.incremental))
         self._writer: BackgroundWriter | None = None
         self._best: BestCheckpoint | None = None
         self._log = EventLog()
@@ -64,18 +59,17 @@ class Checkpointing:
         Raises:
             ValueError: resume="must" without a directory.
         """
-        if self._store is None:
+        directory = self._directory
+        if directory is None:
             if resume == "must":
                 raise ValueError('resume="must" needs the directory of the run: pass directory=...')
             return None
-        assert self._directory is not None
-        assert self._lock is not None
-        return find(self._world, self._directory, self._store, self._lock, resume, in_parts=in_parts)
+        return find(self._world, directory.path, directory.store, directory.lock, resume, in_parts=in_parts)
 
     @property
     def store(self) -> CheckpointStore | None:
         """The checkpoints of the run; None without a directory."""
-        return self._store
+        return None if self._directory is None else self._directory.store
 
     @property
     def best(self) -> BestCheckpoint | None:
@@ -86,9 +80,9 @@ class Checkpointing:
         """Start counting steps and time since the last checkpoint, and start the writer on rank 0."""
         self._log = log
         self._last, self._last_s = place, time.monotonic()
-        if self._store is not None and self._world.rank == 0:
-            self._writer = BackgroundWriter(self._store, self._policy.keep, self._on_written)
-            self._best = BestCheckpoint(self._store, self._policy, self._warn)
+        if self._directory is not None and self._world.rank == 0:
+            self._writer = BackgroundWriter(self._directory.store, self._policy.keep, self._on_written)
+            self._best = BestCheckpoint(self._directory.store, self._policy, self._warn)
             self._best.begin(history, step=place[2], resumed=resumed)
 
     def take_over(self, saved: Place) -> None:
@@ -101,10 +95,8 @@ class Checkpointing:
             CheckpointError: Another job uses the directory.
         """
         self._last = saved
-        if self._store is not None and self._lock is not None and self._world.rank == 0:
-            self._lock.acquire()
-            self._store.clean()
-            newest = next((info.step for info in self._store.list()), 0)
+        if self._directory is not None and self._world.rank == 0:
+            newest = self._directory.take_over()
             if newest < saved[2]:
                 self._last = (-1, -1, newest)
 
@@ -115,8 +107,8 @@ class Checkpointing:
 
     def on_taken(self, rescue: Callable[[], object]) -> None:
         """Let a later Trainer of this process that takes the directory call a function before it reads there."""
-        assert self._lock is not None
-        self._lock.settle = rescue
+        assert self._directory is not None
+        self._directory.on_taken(rescue)
 
     def report(self, history: EvaluationHistory, added: Sequence[Evaluated]) -> None:
         """Consider the results of an evaluation for the best checkpoint. Local; the same on all ranks.
@@ -151,7 +143,7 @@ class Checkpointing:
 
     def is_newer(self, place: Place) -> bool:
         """Return True if the state at a place is not in the last checkpoint and this rank can still write it."""
-        if self._writer is None or (self._lock is not None and self._lock.lost):
+        if self._writer is None or (self._directory is not None and self._directory.is_lost):
             return False
         return place != self._last or not (self._is_written or self._writer.is_writing)
 
@@ -162,41 +154,13 @@ class Checkpointing:
         return self.is_newer(place) or (self._best is not None and self._best.needs_checkpoint(place[2]))
 
     def hold(self) -> None:
-        """Lock the directory again, if it was released at the end of a loop over epochs.
-
-        Raises:
-            CheckpointError: Another job uses the directory or has continued its run, or a later Trainer of this process
-                has taken it, or it cannot be used any more.
-        """
-        if self._writer is None or self._lock is None or self._store is None or self._lock.is_held:
-            return
-        if self._lock.lost:
-            raise CheckpointError(
-                f"a later Trainer of this process keeps its run in {self._directory}, so this one cannot go on there: "
-                "use the later one, or give each its own directory."
-            )
-        try:
-            self._lock.acquire()
-        except OSError as error:
-            raise CheckpointError(
-                f"the directory {self._directory} of this run cannot be used any more: {error.strerror} "
-                f"({error.filename}). Put it back, or make a new Trainer with a directory that can be written to."
-            ) from error
-        try:
-            newest = next((info.step for info in self._store.list()), 0)
-        except CheckpointError:
-            self._lock.release()
-            raise
-        if newest > self._last[2]:
-            self._lock.release()
-            raise CheckpointError(
-                f"another job has gone on with the run in {self._directory} up to step {newest}, after this one ended "
-                f"its loop at step {self._last[2]}: make a new Trainer, which goes on from there."
-            )
+        """Lock the directory again, on the rank that writes; see `RunDirectory.hold`."""
+        if self._writer is not None and self._directory is not None:
+            self._directory.hold(self._last[2])
 
     def hold_on_all(self) -> None:
         """Call `hold`, and raise on all ranks if it raises on rank 0. Every rank must call it. One small exchange."""
-        if self._store is None:
+        if self._directory is None:
             return
         with raised_on_all(self._world, "Trainer beginning"):
             self.hold()
@@ -289,12 +253,12 @@ class Checkpointing:
             BaseException: On rank 0, see `save`; the others raise PeerError.
             CheckpointError: With a tag, on all ranks, if it cannot be written.
         """
-        assert self._store is not None
+        assert self._directory is not None
+        store = self._directory.store
         work: CheckpointWork | None = None
 
         def begin() -> bytes:
             nonlocal work
-            assert self._store is not None
             assert self._writer is not None
             if tag is None:
                 self._raise_for_listener()
@@ -303,7 +267,7 @@ class Checkpointing:
                 self._warn(f"checkpoint not written: {earlier}")
             self._writer.join()
             try:
-                work = self._store.begin_parts(place[2], tag=tag)
+                work = store.begin_parts(place[2], tag=tag)
             except CheckpointError as error:
                 if tag is not None:
                     raise
@@ -329,14 +293,14 @@ class Checkpointing:
                     if work is None:
                         part.write()
                     else:
-                        self._emit(completion(self._store, work, part, capture)(), time.monotonic() - started_s)
+                        self._emit(completion(store, work, part, capture)(), time.monotonic() - started_s)
                 return True
             if work is None:
                 saving.start(part)
             else:
                 assert self._writer is not None
                 assert self._best is not None
-                write = completion(self._store, work, part, capture, then=partial(self._best.writing, place[2]))
+                write = completion(store, work, part, capture, then=partial(self._best.writing, place[2]))
                 self._is_written = False
                 self._writer.start(place[2], write)
         self._last, self._last_s = place, time.monotonic()
@@ -350,7 +314,7 @@ class Checkpointing:
         Raises:
             CheckpointError: On all ranks, if it cannot be written.
         """
-        if self._store is None:
+        if self._directory is None:
             return
         with raised_on_all(self._world, "trainer.save(tag=...)"):
             if self._writer is not None:
@@ -358,7 +322,7 @@ class Checkpointing:
                 self.hold()
                 self._writer.join()
                 groups, document = capture()
-                info = self._store.write(place[2], groups, document, tag=tag)
+                info = self._directory.store.write(place[2], groups, document, tag=tag)
                 self._emit(info, time.monotonic() - started_s)
 
     def finish(self, place: Place, capture: Callable[[], Snapshot], *, retry: bool = True) -> None:
@@ -376,7 +340,7 @@ class Checkpointing:
                 On rank 0 it is what an object's state_dict raised, if that is the reason.
             BaseException: On rank 0, what a listener raised when a checkpoint was written.
         """
-        if self._store is None:
+        if self._directory is None:
             return
         with raised_on_all(self._world, "Trainer ending"):
             if self._writer is not None:
@@ -387,8 +351,7 @@ class Checkpointing:
                     error = self._wait()
                 if error is not None:
                     raise error
-        if self._lock is not None:
-            self._lock.release()
+        self._directory.release()
         self._raise_for_listener()
 
     def rescue(self, place: Place, capture: Callable[[], Snapshot]) -> None:
@@ -396,7 +359,7 @@ class Checkpointing:
 
         A failure becomes a warning event.
         """
-        if self._store is None or self._writer is None or self._lock is None or self._lock.lost:
+        if self._directory is None or self._writer is None or self._directory.is_lost:
             return
         error = self._wait()
         if error is not None:
@@ -409,9 +372,9 @@ class Checkpointing:
             groups, document = capture()
             if self._best is not None:
                 self._best.writing(place[2])
-            info = self._store.write(place[2], groups, document)
+            info = self._directory.store.write(place[2], groups, document)
             self._on_written(info, time.monotonic() - started_s)
-            self._store.prune(self._policy.keep)
+            self._directory.store.prune(self._policy.keep)
         except CheckpointError as error:
             self._warn(f"checkpoint not written: {error}")
         else:
