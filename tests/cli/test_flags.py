@@ -8,8 +8,10 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from unisono.cli import run as command
+from unisono.cli import run_flags
 from unisono.cli.mpi import refuse_several_launchers
-from unisono.cli.run import FLAGS, job_of
+from unisono.cli.run import job_of
+from unisono.cli.run_flags import FLAGS
 from unisono.cli.slurm import flags_of_slurm
 from unisono.launch.launch_job import LaunchJob, Output
 
@@ -83,14 +85,14 @@ def test_variables_give_defaults_that_flags_beat(monkeypatch):
 
 
 def test_cpu_gpu_and_auto_ask_the_machine(monkeypatch):
-    monkeypatch.setattr(command, "usable_cores", lambda: 6)
-    monkeypatch.setattr(command, "usable_gpus", lambda _: 2)
+    monkeypatch.setattr(run_flags, "usable_cores", lambda: 6)
+    monkeypatch.setattr(run_flags, "usable_gpus", lambda _: 2)
     assert [job("-n", text).ranks for text in ("cpu", "gpu", "auto")] == [6, 2, 2]
-    monkeypatch.setattr(command, "usable_gpus", lambda _: 0)
+    monkeypatch.setattr(run_flags, "usable_gpus", lambda _: 0)
     assert job("-n", "auto").ranks == 6
     with pytest.raises(click.UsageError, match="one rank per GPU, and there is no GPU"):
         job("-n", "gpu")
-    monkeypatch.setattr(command, "usable_gpus", lambda _: None)
+    monkeypatch.setattr(run_flags, "usable_gpus", lambda _: None)
     with pytest.raises(click.UsageError, match="cannot count GPUs other than NVIDIA's"):
         job("-n", "auto")
 

@@ -20,7 +20,8 @@ import click
 from unisono.cli import reading
 from unisono.cli.drill_screen import Screen
 from unisono.cli.flags import Flag, FlagCommand, Reader
-from unisono.cli.run import FLAGS, environment_of, job_of, run
+from unisono.cli.run import environment_of, job_of, run
+from unisono.cli.run_flags import FLAGS
 from unisono.drill.drill_errors import DrillFailedError, NoDrillError
 from unisono.drill.fault_plan import KINDS
 from unisono.drill.injector import Resize, Strike

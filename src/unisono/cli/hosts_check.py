@@ -11,7 +11,7 @@ import click
 
 from unisono.cli.flags import FlagCommand
 from unisono.cli.hosts import hosts_of
-from unisono.cli.run import MEETING_FLAGS
+from unisono.cli.run_flags import MEETING_FLAGS
 from unisono.cli.slurm import flags_of_slurm
 from unisono.cli.status_line import show_status
 
