@@ -17,45 +17,41 @@ reading at `CheckpointStore.write` and `CheckpointStore.load`.
 from __future__ import annotations
 
 import builtins  # inside CheckpointStore, `list` is its method
-import json
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
-from unisono.state.best import BEST_LEFTOVERS, read_best, step_folder
+from unisono.state.best import read_best, step_folder
+from unisono.state.checkpoint_reading import read_checkpoint
 from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.codec import Json, to_json
 from unisono.state.durable_files import (
     CheckedFile,
     failing_with_remedy,
     flush_folder,
-    is_locked,
     nbytes_of,
     write_file,
 )
-from unisono.state.increments import BaseFile, Increment, base_name, find_increment, restore
+from unisono.state.increments import BaseFile, Increment, base_name, find_increment
 from unisono.state.manifest import GROUP, STATE, SUFFIX, manifest_of
 from unisono.state.open_checkpoint import OpenCheckpoint
 from unisono.state.part_plan import PartPlan
 from unisono.state.part_writing import FileRange, PartsError, PartWriter, await_parts
 from unisono.state.regions import FileEntry
-from unisono.state.safetensors_format import FilePart, plan_file, read_bytes, read_tensors
-from unisono.state.tensor_file import TensorFile
+from unisono.state.safetensors_format import FilePart, plan_file
+from unisono.state.temporary_paths import remove_leftovers, temporary_path
 
 __all__ = ["CheckpointInfo", "CheckpointStore", "Loaded"]
 
 _STEP = re.compile(r"step-([0-9]{9,})")
-_LEFTOVER = re.compile(r"\.tmp-[0-9]+-[0-9a-f]+-(?:(replaced|pruned)-)?(step-[0-9]{9,}|tag-.+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -308,41 +304,7 @@ class CheckpointStore:
         Raises:
             CorruptCheckpointError: A file is damaged; the message names it, with expected and found values.
         """
-        manifest = manifest_of(info.path)
-        entries = {entry.name: entry for entry in manifest.files}
-
-        def values(name: str, parse: Callable[[Callable[[memoryview], None], int], Any]) -> Any:
-            with CheckedFile(info.path / name, entries[name]) as file:
-                try:
-                    found = parse(file.read, entries[name].nbytes)
-                except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
-                    file.finish()  # damage is the better explanation
-                    what = "the state as JSON" if name == STATE else "the tensors that its manifest describes"
-                    raise CorruptCheckpointError(
-                        f"{info.path / name} does not hold {what}: {type(error).__name__}: {error}. It was not written "
-                        "by unisono, or by a newer one. Take an older checkpoint, or upgrade."
-                    ) from error
-                file.finish()
-            return found
-
-        document = values(STATE, lambda read, nbytes: json.loads(read_bytes(read, nbytes)))
-        found = {
-            group: values(group + SUFFIX, partial(read_tensors, described=described))
-            for group, described in manifest.groups.items()
-            if groups is None or group in groups
-        }
-        for group, stored in found.items():
-            if "base" in (described := manifest.groups[group]):
-                name = base_name(group) + SUFFIX
-                base = TensorFile(info.path / name, entry=entries[name], described=described["base"]["described"])
-                try:
-                    found[group] = restore(stored, described["base"], base)
-                except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
-                    raise CorruptCheckpointError(
-                        f"{info.path / name} does not hold the rows that its manifest describes: "
-                        f"{type(error).__name__}: {error}. Take an older checkpoint."
-                    ) from error
-        return Loaded(info, found, document)
+        return Loaded(info, *read_checkpoint(info.path, groups=groups))
 
     def load_newest(
         self, *, groups: Collection[str] | None = None
@@ -389,9 +351,7 @@ class CheckpointStore:
         with failing_with_remedy(self.folder, what, note="The newest ones are untouched. "):
             moved = []
             for info in doomed:
-                aside = self.folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-pruned-{info.path.name}"
-                info.path.rename(aside)
-                moved.append(aside)
+                moved.append(info.path.rename(temporary_path(info.path, "pruned")))
             # The new names must be on the disk before files are deleted: otherwise a power cut could leave half of one.
             flush_folder(self.folder)
             for aside in moved:
@@ -400,30 +360,8 @@ class CheckpointStore:
         return doomed
 
     def clean(self) -> builtins.list[Path]:
-        """Remove the leftovers of writers that died, and return the folders removed. Call it before the first write.
-
-        A checkpoint that was moved aside to be replaced, by a writer that died before the replacement, is put back. A
-        folder that is being written is left alone: its writer holds a lock on it, which ends with the process.
-
-        Raises:
-            CheckpointError: A leftover cannot be removed.
-        """
-        removed: list[Path] = []
-        with failing_with_remedy(self.folder, f"leftovers of a dead writer in {self.folder} cannot be removed"):
-            for name in BEST_LEFTOVERS:
-                (self.folder / name).unlink(missing_ok=True)
-            for path in sorted(self.folder.glob(".tmp-*-*")):
-                found = _LEFTOVER.fullmatch(path.name)
-                if not found or not path.is_dir() or is_locked(path) or any(map(is_locked, path.glob("part-*.lock"))):
-                    continue
-                final = self.folder / found[2]
-                if found[1] == "replaced" and not final.exists():
-                    path.rename(final)
-                    flush_folder(self.folder)
-                else:
-                    shutil.rmtree(path)
-                    removed.append(path)
-        return removed
+        """Remove the leftovers of writers that died; see `remove_leftovers`. Call it before the first write."""
+        return remove_leftovers(self.folder)
 
 
 def _with_other_bases(kept: Sequence[CheckpointInfo], others: Sequence[CheckpointInfo]) -> CheckpointInfo | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,6 +18,7 @@ from unisono.state.codec import Json
 from unisono.state.durable_files import flush_folder, locked, make_folder, remedy, swap_names, write_file
 from unisono.state.manifest import MANIFEST, render_manifest
 from unisono.state.regions import FileEntry
+from unisono.state.temporary_paths import temporary_path
 
 __all__ = ["CheckpointWork"]
 
@@ -38,7 +38,7 @@ class CheckpointWork:
             raise ValueError(f"step={step} must not be negative")
         self._folder, self.step, self._tag, self.needed = folder, step, tag, needed
         self._final = folder / (step_folder(step) if tag is None else f"tag-{tag}")
-        self.path = folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{self._final.name}"
+        self.path = temporary_path(self._final)
         """The folder to write into."""
         self.doing = "creating the folder"
         """The work under way, for messages."""
@@ -108,13 +108,9 @@ class CheckpointWork:
         aside = self.path
         if not self._is_committed and aside.exists():
             with suppress(OSError):
-                aside = aside.rename(self._aside("pruned"))
+                aside = aside.rename(temporary_path(self._final, "pruned"))
         for _ in range(2):  # a file that was being made under the old name may have come in between
             shutil.rmtree(aside, ignore_errors=True)  # on failure `clean` removes it at the next start
-
-    def _aside(self, why: str) -> Path:
-        """Return a name for a folder that is to be removed."""
-        return self._folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{why}-{self._final.name}"
 
     def _rename_durably(self) -> None:
         """Rename a complete checkpoint to its final name, and flush that to the disk. It exists from that moment on."""
@@ -130,7 +126,7 @@ class CheckpointWork:
             return  # `close` removes the old one
         aside: Path | None = None
         if final.exists():
-            aside = self._aside("replaced")
+            aside = temporary_path(self._final, "replaced")
             final.rename(aside)
         try:
             work.rename(final)

@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import re
-import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from unisono.state.durable_files import flush_folder, make_folder, open_file, re
 from unisono.state.npz_format import write_arrays
 from unisono.state.regions import CHUNK
 from unisono.state.safetensors_format import plan_file, read_tensors
+from unisono.state.temporary_paths import temporary_path
 from unisono.state.tensor_file import TensorFile
 from unisono.text import a_type
 
@@ -231,7 +231,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], work: Path) ->
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """Return the name of a file to write, which takes the place of another one at the end."""
-    work = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{path.name}")
+    work = temporary_path(path)
     try:
         yield work
         work.replace(path)
