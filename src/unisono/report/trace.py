@@ -3,6 +3,10 @@
 Steps and evaluations are made by all ranks together, so they stand on one track: the log has the times of the rank that
 writes it. Each rank has a track of its own for the steps whose parts are known, about one in a second. Spans of a track
 are nested or apart, never across each other, as the format wants it.
+
+Perfetto sorts entries by time, and those of the same time not as they are written: a complete span ("X") comes before a
+beginning or an end ("B", "E"), and is taken to lie around it. So after one of these, nothing on its track begins in the
+same microsecond, and each span takes at least one.
 """
 
 from __future__ import annotations
@@ -76,11 +80,12 @@ class _Trace:
             yield self._instant("run starts", _without(event))
             yield self._counter("ranks", event.get("world_size"))
         elif kind == "epoch":
-            self._epoch = self._end[_LOOP] = self._now
-            yield {**self._at(_LOOP, self._now), "ph": "B", "name": f"epoch {event.get('epoch')}", "cat": "epoch"}
+            self._epoch = max(self._now, self._end[_LOOP])
+            self._end[_LOOP] = self._epoch + 1
+            yield {**self._at(_LOOP, self._epoch), "ph": "B", "name": f"epoch {event.get('epoch')}", "cat": "epoch"}
         elif kind == "step":
             span = self._span(_LOOP, f"step {event.get('total_steps')}", "step", event, event.get("step_s"))
-            self._step = span["ts"], self._now, event.get("total_steps")
+            self._step = span["ts"], self._end[_LOOP], event.get("total_steps")
             yield span
             for name in ("loss", "lr", "grad_norm", "memory"):
                 if name in event and (value := _number(event[name])) is not None:
@@ -117,6 +122,8 @@ class _Trace:
                 yield from _named(track, f"rank {rank}")
             lengths = {told: round(1e6 * (_number(each[rank]) or 0.0)) for told, each in parts.items()}
             at = max(begun, self._end[track], ended - sum(lengths.values()))
+            if at == ended:
+                continue
             whole = {"ph": "X", "name": f"step {step}", "cat": "step of a rank", "dur": ended - at, "args": {}}
             yield {**self._at(track, at), **whole}
             self._end[track] = ended
@@ -127,14 +134,15 @@ class _Trace:
 
     def _close_epoch(self, now: int) -> Iterator[dict[str, Any]]:
         if self._epoch is not None:
-            self._epoch = None
-            yield {**self._at(_LOOP, max(now, self._end[_LOOP])), "ph": "E"}
+            ended = max(now, self._end[_LOOP])
+            self._epoch, self._end[_LOOP] = None, ended + 1
+            yield {**self._at(_LOOP, ended), "ph": "E"}
 
     def _span(self, track: int, name: str, category: str, event: Event, seconds: Any) -> dict[str, Any]:
-        length = round(1e6 * (_number(seconds) or 0.0))
-        begun = min(self._now, max(self._end[track], self._now - length))
-        self._end[track] = self._now
-        own = {"ph": "X", "name": name, "cat": category, "dur": self._now - begun, "args": _without(event)}
+        length = max(1, round(1e6 * (_number(seconds) or 0.0)))
+        begun = max(self._end[track], self._now - length)
+        ended = self._end[track] = max(begun + 1, self._now)
+        own = {"ph": "X", "name": name, "cat": category, "dur": ended - begun, "args": _without(event)}
         return {**self._at(track, begun), **own}
 
     def _instant(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
