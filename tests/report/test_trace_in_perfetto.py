@@ -44,7 +44,8 @@ def tree(ask):
     """Return each span as its track, the names of those around it and its own, its beginning and its length in µs."""
     rows = ask(
         "select s.id as id, s.parent_id as parent, thread.name as thread, s.name as name, s.ts / 1000 as ts,"
-        " s.dur / 1000 as dur from slice s join thread_track t on s.track_id = t.id join thread using (utid) order by s.id"
+        " s.dur / 1000 as dur from slice s join thread_track t on s.track_id = t.id join thread using (utid)"
+        " order by s.id"
     )
     paths = {}
     for each, parent, _, name, *_ in rows:
