@@ -11,12 +11,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.text import clip
-from unisono.watch.figures import format_bytes, format_elapsed, format_rate, format_ratio, format_value, plural
+from unisono.watch.event_fields import number_in, whole_in
+from unisono.watch.event_texts import describe_over, describe_pipeline, describe_result, describe_resume
+from unisono.watch.figures import format_elapsed, format_rate, format_value, plural
 from unisono.watch.plain_renderer import PlainRenderer
 from unisono.watch.renderer import EpochView, Renderer, RunningSum
 
@@ -61,7 +63,7 @@ class Progress:
         if handler is None:
             return
         with self._lock:
-            time_s = _number(event, "time")
+            time_s = number_in(event, "time")
             if time_s is not None:
                 self._latest_s = time_s
             self._draw(lambda look: handler(self, look, event))
@@ -114,7 +116,7 @@ class Progress:
 
     def _advance(self, look: Renderer, event: Event) -> None:
         """Display the progress of a user loop; see `unisono.progress`."""
-        bar = _whole(event, "bar") or 0
+        bar = whole_in(event, "bar") or 0
         view = self._bars.get(bar)
         if view is None:
             unit = self._sayable(str(event.get("unit", "steps")))
@@ -128,12 +130,12 @@ class Progress:
                 counted=unit,
                 unit=unit,
             )
-        view.done = _whole(event, "done") or 0
+        view.done = whole_in(event, "done") or 0
         view.items = view.done
-        view.steps, view.latest_s, view.told = _whole(event, "total"), self._latest_s, False
+        view.steps, view.latest_s, view.told = whole_in(event, "total"), self._latest_s, False
         values = event.get("values")
         if isinstance(values, Mapping):
-            numbers = {str(name): _number(values, name) for name in values}
+            numbers = {str(name): number_in(values, name) for name in values}
             view.note = self._sayable(
                 "  ".join(f"{name} {format_value(number)}" for name, number in numbers.items() if number is not None)
             )
@@ -159,60 +161,49 @@ class Progress:
         self._stand(look)  # a run that ended without `end`: its process was replaced
         look.rest()
         self._reset()
-        parts = [plural(count, "rank")] if (count := _whole(event, "world_size")) else []
-        if count := _whole(event, "virtual_ranks"):
+        parts = [plural(count, "rank")] if (count := whole_in(event, "world_size")) else []
+        if count := whole_in(event, "virtual_ranks"):
             parts.append(plural(count, "virtual rank"))
-        if (count := _whole(event, "parameters")) is not None:
+        if (count := whole_in(event, "parameters")) is not None:
             parts.append(plural(count, "parameter"))
         parts += [self._sayable(str(event[key])) for key in ("device", "directory") if event.get(key)]
         look.header(parts)
 
     def _resume(self, look: Renderer, event: Event) -> None:
-        steps, epoch, path = _whole(event, "total_steps"), _whole(event, "epoch"), event.get("path")
-        text = "resumed"
-        if steps is not None:
-            text += f" after step {steps:,}"
-        if epoch is not None:
-            text += f", in epoch {epoch + 1}"
-        look.remark(self._sayable(f"{text}: {path}" if path else text))
+        look.remark(self._sayable(describe_resume(event)))
 
     def _pipeline(self, look: Renderer, event: Event) -> None:
-        names, shares = event.get("stages"), event.get("shares")
-        if not isinstance(names, Sequence) or not isinstance(shares, Sequence):
-            return
-        text = f"{plural(len(shares), 'stage')}, of {', '.join(f'{share:.0%}' for share in shares)} of the time"
-        if isinstance(nbytes := event.get("nbytes"), Sequence):
-            text += f" and {', '.join(map(format_bytes, nbytes))}"
-        look.remark(self._sayable(f"{text}, beginning with {', '.join(map(str, names))}"))
-        if (step_s := _number(event, "step_s")) is not None:
-            look.remark(self._sayable(_expected_step(event, step_s)))
+        for text in describe_pipeline(event):
+            look.remark(self._sayable(text))
 
     def _begin(self, look: Renderer, event: Event) -> None:
         self._leave(look)
-        self._epochs = _whole(event, "epochs")
-        self._enter(look, event, first=_whole(event, "first_step") or 0, started_s=self._latest_s)
+        self._epochs = whole_in(event, "epochs")
+        self._enter(look, event, first=whole_in(event, "first_step") or 0, started_s=self._latest_s)
 
     def _step(self, look: Renderer, event: Event) -> None:
         view = self._epoch
-        number, step = _whole(event, "epoch"), _whole(event, "step")
+        number, step = whole_in(event, "epoch"), whole_in(event, "step")
         if view is None or (number is not None and number != view.number):
             # The display joined late, or the event `epoch` was lost.
             self._leave(look)
-            view = self._enter(look, event, first=step or 0, started_s=self._latest_s - (_number(event, "step_s") or 0))
-        samples, loss = _whole(event, "samples") or 0, _number(event, "loss")
+            view = self._enter(
+                look, event, first=step or 0, started_s=self._latest_s - (number_in(event, "step_s") or 0)
+            )
+        samples, loss = whole_in(event, "samples") or 0, number_in(event, "loss")
         optimizer = event.get("optimizer", "")
         done = view.done + 1 if step is None else step + 1
         if done != view.done:  # not the step of another optimizer on the same batch
             view.done = done
-            _count(view, samples, _number(event, "weight"))
+            _count(view, samples, number_in(event, "weight"))
         if loss is not None:
             so_far = view.losses.get(optimizer) or RunningSum(self._label_of(optimizer or "loss"))
             view.losses = {**view.losses, optimizer: so_far.plus(loss, samples)}
         values = event.get("values")
         if isinstance(values, Mapping):
             view.values = self._with_values(view, values, samples, f"{optimizer}/" if optimizer else "")
-        view.lr, view.grad_norm = _number(event, "lr"), _number(event, "grad_norm")
-        if (memory := _whole(event, "memory")) is not None:  # only in some events
+        view.lr, view.grad_norm = number_in(event, "lr"), number_in(event, "grad_norm")
+        if (memory := whole_in(event, "memory")) is not None:  # only in some events
             view.memory = self._memory = memory
         view.latest_s = self._latest_s
         view.told = False
@@ -227,7 +218,7 @@ class Progress:
     ) -> dict[str, RunningSum]:
         sums = dict(view.values)
         for key in values:
-            mean = _number(values, key)
+            mean = number_in(values, key)
             if mean is not None:
                 name = f"{prefix}{key}"
                 so_far = sums.get(name) or RunningSum(self._label_of(name))
@@ -238,12 +229,12 @@ class Progress:
     def _evaluation(self, look: Renderer, event: Event) -> None:
         # The step line first: results belong to a place in the run.
         self._stand(look)
-        number = _whole(event, "epoch")
+        number = whole_in(event, "epoch")
         name = event.get("name")
         metrics = [self._sayable(str(name))] if name and name != "evaluation" else []
         values = event.get("values")
         for metric, result in values.items() if isinstance(values, Mapping) else ():
-            metrics.append(self._sayable(f"{metric} {_result(result)}".rstrip()))
+            metrics.append(self._sayable(f"{metric} {describe_result(result)}".rstrip()))
         look.evaluated("" if number is None else self._label(number), metrics)
 
     def _log(self, look: Renderer, event: Event) -> None:
@@ -251,8 +242,8 @@ class Progress:
         values = event.get("values")
         if not isinstance(values, Mapping):
             return
-        found = {n: (self._label_of(n), value) for n in values if (value := _number(values, n)) is not None}
-        view, number = self._epoch, _whole(event, "epoch")
+        found = {n: (self._label_of(n), value) for n in values if (value := number_in(values, n)) is not None}
+        view, number = self._epoch, whole_in(event, "epoch")
         stands = view is None or (view.told and view.done > view.first)
         # Numbers logged in every step also come after the last step of an epoch, where they need no separate line.
         if view is not None and (not stands or found.keys() <= view.logged.keys()):
@@ -264,7 +255,7 @@ class Progress:
             look.evaluated("" if number is None else self._label(number), texts)
 
     def _checkpoint(self, look: Renderer, event: Event) -> None:
-        step = _whole(event, "total_steps")
+        step = whole_in(event, "total_steps")
         look.saved("saved" if step is None else f"saved step {step:,}")
 
     def _warning(self, look: Renderer, event: Event) -> None:
@@ -272,21 +263,13 @@ class Progress:
 
     def _over(self, look: Renderer, event: Event) -> None:
         self._leave(look)
-        steps, done = _whole(event, "total_steps"), _whole(event, "epoch")
-        text = (
-            "nothing to do: this run has ended" if steps is None else f"nothing to do: this run ended at step {steps:,}"
-        )
-        text += "" if done is None else f", after {plural(done, 'epoch')}"
-        asked, most = _whole(event, "epochs"), _whole(event, "max_steps")
-        if asked is not None:
-            text += f"; asked for: {plural(asked, 'epoch')}" + ("" if most is None else f" and {plural(most, 'step')}")
-        look.remark(f"{text}. Ask for more to go on, or give another directory to start anew")
+        look.remark(describe_over(event))
 
     def _end(self, look: Renderer, event: Event) -> None:
         self._leave(look)
         look.rest()
         # After a single epoch, its line has already shown all of this.
-        steps, seconds = _whole(event, "total_steps"), _number(event, "seconds")
+        steps, seconds = whole_in(event, "total_steps"), number_in(event, "seconds")
         if self._epochs_seen > 1 and steps is not None:
             seconds = max(0.0, self._latest_s - self._started_s) if seconds is None else seconds
             rate = f", {format_rate(self._items / self._trained_s)} {self._unit}/s" if self._trained_s > 0 else ""
@@ -296,7 +279,7 @@ class Progress:
         self._epochs = epochs  # an evaluation that follows still belongs to this run
 
     def _enter(self, look: Renderer, event: Event, *, first: int, started_s: float) -> EpochView:
-        number = _whole(event, "epoch") or 0
+        number = whole_in(event, "epoch") or 0
         self._epochs_seen += 1
         if self._ended_s is not None:
             self._pauses.append(max(0.0, started_s - self._ended_s))
@@ -379,47 +362,10 @@ def _count(view: EpochView, samples: int, weight: float | None) -> None:
 
 def _lengths(event: Event, first: int) -> tuple[int | None, int]:
     """Return the steps of an epoch (None if not known), and those of the run after it (0 if not known)."""
-    steps, done, all_steps = (_whole(event, key) for key in ("steps", "total_steps", "run_steps"))
+    steps, done, all_steps = (whole_in(event, key) for key in ("steps", "total_steps", "run_steps"))
     if done is None or all_steps is None:
         return steps, 0
     left = max(0, all_steps - done)  # of the run
     if steps is None or first + left <= steps:
         return first + left, 0
     return steps, left - (steps - first)
-
-
-def _result(result: Any) -> str:
-    if not isinstance(result, Mapping):
-        result = {"value": result}
-    value, total, count = (_number(result, key) for key in ("value", "total", "count"))
-    if value is None:
-        return ""
-    ratio = "" if total is None or count is None else format_ratio(total, count)
-    return format_value(value) + (f" ({ratio})" if ratio else "")
-
-
-def _expected_step(event: Event, step_s: float) -> str:
-    """Return what is expected of the steps of a pipeline, as a line."""
-    took = format_elapsed(step_s) if step_s >= 1 else f"{1e3 * step_s:.3g} ms"
-    text = f"{event['schedule']}: a step of {took} is expected" if event.get("schedule") else f"a step of {took}"
-    if least_s := _number(event, "least_step_s"):
-        text += f", within {step_s / least_s - 1:.0%} of the least possible"
-    if (waiting := _number(event, "waiting")) is not None:
-        text += f"; ranks wait {waiting:.0%} of it"
-    advised, then, now = (_number(event, key) for key in ("advised_micro_batches", "advised_waiting", "micro_batches"))
-    if advised is not None and then is not None and now is not None:
-        text += f", or {then:.0%} with {advised:.0f} micro-batches instead of {now:.0f} (more virtual ranks)"
-    return text
-
-
-def _number(event: Event, key: str) -> float | None:
-    """Return a field that is a number; in a log, a number that is not finite is a text."""
-    value = event.get(key)
-    if isinstance(value, (int, float)):
-        return value
-    return float(value) if value in ("nan", "inf", "-inf") else None
-
-
-def _whole(event: Event, key: str) -> int | None:
-    value = event.get(key)
-    return value if isinstance(value, int) else None
