@@ -7,7 +7,8 @@ from unisono.parallel.remote_module import RemoteModule, remote
 from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
 from unisono.parallel.sharding import Shard, build
-from unisono.parallel.sharding.own_loop import Sharded, shard
+from unisono.parallel.sharding.loop_handle import Sharded
+from unisono.parallel.sharding.own_loop import shard
 from unisono.parallel.shared_tables import SharedTables, share_tables
 from unisono.parallel.sync_batch_norm import (
     BatchNormNd,
