@@ -12,20 +12,18 @@ first backward determines the order of buckets afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.data import RankLoader
 from unisono.engine.gradient_hooks import keep_alive, on_gradient, release
 from unisono.errors import RankMismatchError, UnisonoError
-from unisono.mismatch import tell_differences
 from unisono.parallel.backward_callback import BackwardEnd
 from unisono.parallel.batch_weights import BatchWeights
 from unisono.parallel.bucket_plan import BucketPlan
@@ -35,6 +33,7 @@ from unisono.parallel.gradient_bucket import Bucket, Parameter
 from unisono.parallel.gradient_state import LARGE, GradientState
 from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.late_gradients import reduce_late
+from unisono.parallel.parameter_checks import name_parameters, refuse_added, refuse_frozen
 from unisono.parallel.sparse_all_reduce import reduce_sparse
 from unisono.parallel.trailer import RoundSummary
 
@@ -324,7 +323,7 @@ class Reducer:
         if summary.active:
             self._plan.learn(summary, first=self.rounds == 1, order=self._order_of_first)
         if self.rounds.bit_count() == 1 or self.rounds % 64 == 0:
-            self._look_for_others()
+            refuse_added(self.model, self.parameters)
         return summary.active
 
     def _read_buckets(self, factor: float) -> None:
@@ -346,9 +345,9 @@ class Reducer:
         if self._quiet and not self.joining and not self._gradients.shadow:
             if self._late:
                 raise UnisonoError(
-                    f"{self._names(self._late)} got a gradient twice in one backward, the second time after the first "
-                    "had been sent. Re-entrant activation checkpointing does that: call checkpoint with "
-                    "use_reentrant=False, or give replicate() overlap=False"
+                    f"{name_parameters(self.parameters, self._late)} got a gradient twice in one backward, the second "
+                    "time after the first had been sent. Re-entrant activation checkpointing does that: call "
+                    "checkpoint with use_reentrant=False, or give replicate() overlap=False"
                 )
             if all(self._gradients.used) or (self.settings.static_graph and self.rounds):
                 used = range(n) if not self.settings.static_graph else (i for i in range(n) if self._plan.expected[i])
@@ -356,31 +355,16 @@ class Reducer:
                 return RoundSummary(everyone, frozenset(used), frozenset(), (True,) * len(self.buffers))
         summary = self._plan.trailer.read(self._trailer_vector(), serial=self._serial)
         if not summary.alike:
-            self._refuse_frozen(summary)
+            refuse_frozen(self.parameters, self.gradient_transport, summary.active)
         if self.settings.static_graph and self.rounds and summary.active:
             surprises = {i for i in range(n) if self._plan.expected[i]} ^ summary.used
             if surprises:
                 raise RankMismatchError(
                     f"static_graph=True, but after {self.rounds} backward passes the parameters that get gradients "
-                    f"differ from those in the first: {self._names(surprises)}. Leave static_graph out"
+                    f"differ from those in the first: {name_parameters(self.parameters, surprises)}. Leave "
+                    "static_graph out"
                 )
         return summary
-
-    def _refuse_frozen(self, summary: RoundSummary) -> NoReturn:
-        """Raise an error that says which parameters are frozen on some ranks alone. Every rank must call it.
-
-        Raises:
-            RankMismatchError: Always.
-        """
-        own = {f"requires_grad of {p.name!r}": p.tensor.requires_grad for p in self.parameters}
-        everyone = self.gradient_transport.gather(own, "a backward of replicas")
-        ranks = dist.get_process_group_ranks(self.gradient_transport.group)
-        active = summary.active
-        differences = tell_differences([everyone[r] for r in active], [ranks[r] for r in active])
-        raise RankMismatchError(
-            f"{differences}, so the mean over ranks would count it as zero where it is frozen. Freeze and unfreeze "
-            "parameters on every rank, between the same backward passes"
-        )
 
     def _trailer_vector(self) -> Tensor:
         if self._plan.trailer_bucket is None:
@@ -411,21 +395,3 @@ class Reducer:
         order = order.to(self._wire)
         self.gradient_transport.broadcast(order, 0)
         return [i for i in order.tolist() if i >= 0]
-
-    def _look_for_others(self) -> None:
-        """Find parameters that were added to the model later, whose gradients would not be reduced.
-
-        Raises:
-            UnisonoError: There is such a parameter.
-        """
-        known = {id(p.tensor) for p in self.parameters}
-        for name, tensor in self.model.named_parameters():
-            if id(tensor) not in known and tensor.requires_grad and tensor.is_floating_point():
-                raise UnisonoError(
-                    f"parameter {name!r} was put into the model after replicate(), so its gradient is not reduced: "
-                    "call replicas.update() on every rank after changing a model"
-                )
-
-    def _names(self, indices: Set[int]) -> str:
-        names = [repr(self.parameters[i].name) for i in sorted(indices)]
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
