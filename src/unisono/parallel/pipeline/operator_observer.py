@@ -25,7 +25,6 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.read: dict[int, Tensor] = {}
         self.written: dict[int, Tensor] = {}
-        self.operators = 0
         self.draws = False
         self.has_hooks = False
 
@@ -34,7 +33,6 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Note one operator and run it."""
         kwargs = dict(kwargs or {})
-        self.operators += 1
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = True
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
