@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["RankChanges"]
 
 
-class Resizing(Protocol):
+class RankScaling(Protocol):
     """The side that changes the number of ranks, on one machine or on several."""
 
     @property
@@ -94,7 +94,7 @@ class RankChanges:
             "spares": self.spares,
         }
         self.replacing: Replacing
-        self.resizing: Resizing
+        self.resizing: RankScaling
         if hosts is not None:
             from unisono.launch.hosts.host_replacing import HostReplacing  # noqa: PLC0415  not needed on one machine
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.errors import CorruptCheckpointError
 from unisono.state.codec import Json
 from unisono.state.durable_files import CheckedFile
-from unisono.state.increments import base_name, restore
+from unisono.state.increments import apply_increment, base_name
 from unisono.state.manifest import STATE, SUFFIX, manifest_of
 from unisono.state.safetensors_format import read_bytes, read_tensors
 from unisono.state.tensor_file import TensorFile
@@ -64,7 +64,7 @@ def read_checkpoint(path: Path, *, groups: Collection[str] | None) -> tuple[dict
             name = base_name(group) + SUFFIX
             base = TensorFile(path / name, entry=entries[name], described=described["base"]["described"])
             try:
-                found[group] = restore(stored, described["base"], base)
+                found[group] = apply_increment(stored, described["base"], base)
             except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
                 raise CorruptCheckpointError(
                     f"{path / name} does not hold the rows that its manifest describes: "

@@ -3,7 +3,7 @@
 An increment has the base in its own folder, as a hard link, so it is complete for itself: the space is used once, and
 stays in use until the last checkpoint with it is deleted. Rows are compared with the bytes of the base on the disk. So
 nobody has to note what was written, and whatever trains the tensors, an increment is exact. Start reading at
-`find_increment` and `restore`.
+`find_increment` and `apply_increment`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unisono.state.regions import FileEntry
 from unisono.state.safetensors_format import tied_names
 from unisono.state.tensor_file import TensorFile, TensorRange
 
-__all__ = ["BaseFile", "Increment", "base_name", "find_increment", "is_sound", "restore"]
+__all__ = ["BaseFile", "Increment", "apply_increment", "base_name", "find_increment", "is_sound"]
 
 _LEAST_NBYTES = 1 << 20
 """Smaller tensors are stored whole."""
@@ -52,7 +52,7 @@ class Increment(NamedTuple):
     tensors: dict[str, Tensor]
     """Whole tensors and changed rows by name, and the numbers of these rows."""
     notes: dict[str, Json]
-    """The facts that `restore` needs, for the manifest."""
+    """The facts that `apply_increment` needs, for the manifest."""
 
 
 def base_name(group: str) -> str:
@@ -101,7 +101,7 @@ def find_increment(tensors: Mapping[str, Tensor], base: BaseFile) -> Increment |
     return Increment(stored, {"described": base.described, "names": [*tensors], "rows": rows, "aliases": aliases})
 
 
-def restore(stored: Mapping[str, Tensor], notes: Mapping[str, Any], base: TensorFile) -> dict[str, Tensor]:
+def apply_increment(stored: Mapping[str, Tensor], notes: Mapping[str, Any], base: TensorFile) -> dict[str, Tensor]:
     """Return the tensors of a group from its increment and its base.
 
     Args:

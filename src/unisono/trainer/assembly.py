@@ -75,9 +75,9 @@ from unisono.trainer.step_clock import StepClock
 from unisono.trainer.step_runners import Engines, engines_of_layout, engines_of_run, make_runners
 from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, with_tables
 
-__all__ = ["Models", "TrainerParts", "assemble"]
+__all__ = ["TrainedModels", "TrainerParts", "assemble"]
 
-Models = nn.Module | Mapping[str, nn.Module]
+TrainedModels = nn.Module | Mapping[str, nn.Module]
 
 _NO_OTHER_PART = "with Pipeline(zero=1), the part of the optimizer's state of a rank that dies is nowhere else"
 _NO_COPIES = (
@@ -132,7 +132,7 @@ class TrainerParts:
 
 
 def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
-    model: Models,
+    model: TrainedModels,
     optimizer: Optimizer | Mapping[str, Optimizer],
     settings: TrainerSettings,
     *,

@@ -18,7 +18,7 @@ from unisono.embedding.tables import settle
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.divided_model import DividedModel
-from unisono.trainer.assembly import Models, TrainerParts
+from unisono.trainer.assembly import TrainedModels, TrainerParts
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.evaluation import evaluate, tell
 from unisono.trainer.loader_cache import Loader, LoaderCache
@@ -37,7 +37,7 @@ __all__ = ["Inference"]
 class Inference:
     """The methods of a Trainer that run the model on a dataset and change nothing."""
 
-    model: Models
+    model: TrainedModels
     _run: RunContext
     _cursor: Cursor
     _modules: Mapping[str, nn.Module]

@@ -32,7 +32,7 @@ from unisono.parallel.sharding import Shard
 from unisono.rank_zero.image_folder import ImageFolder
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
-from unisono.trainer.assembly import Models, assemble
+from unisono.trainer.assembly import TrainedModels, assemble
 from unisono.trainer.by_virtual_rank import ByVirtualRank
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.event_log import announce, open_log, warn_of_rank
@@ -121,7 +121,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
 
     def __init__(
         self,
-        model: Models,
+        model: TrainedModels,
         optimizer: Optimizer | Mapping[str, Optimizer],
         *,
         virtual_ranks: int = REQUIRED,
