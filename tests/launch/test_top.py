@@ -40,11 +40,11 @@ def running(launcher, *arguments):
         job.communicate(timeout=60)
 
 
-def until(done):
-    """Wait until something holds."""
-    deadline_s = time.monotonic() + 60
+def until(done, show=str):
+    """Wait until something holds; if it does not, show what there is."""
+    deadline_s = time.monotonic() + 100
     while not done():
-        assert time.monotonic() < deadline_s
+        assert time.monotonic() < deadline_s, show()
         time.sleep(0.05)
 
 
@@ -115,6 +115,9 @@ class Tmux:
         (pid,) = [pid for pid, line in lines.items() if line.strip().endswith(command)]
         os.kill(pid, signal.SIGTERM)
 
+    def until(self, done):
+        until(done, show=lambda: "\n".join(self.lines))
+
     def shows(self, text):
         return any(text in line for line in self.lines)
 
@@ -134,26 +137,26 @@ def test_a_terminal_of_any_size_shows_what_fits_and_is_left_as_it_was(warm_launc
     with running(warm_launcher, "-n", "64", "--no-python", shutil.which("sleep"), "1000") as job:
         command = f"{sys.executable} -m unisono top {job.pid}; echo left with $?; stty -a | grep -o '.icanon'"
         tmux.do("send-keys", command, "Enter")
-        until(lambda: tmux.shows("ranks 0-19 of 64: scroll with j and k"))
+        tmux.until(lambda: tmux.shows("ranks 0-19 of 64: scroll with j and k"))
         assert tmux.lines[0].startswith(f"sleep (job {job.pid}) · 64 ranks · ")
         tmux.do("send-keys", "j")
-        until(lambda: tmux.shows("ranks 1-20 of 64"))
+        tmux.until(lambda: tmux.shows("ranks 1-20 of 64"))
         for width, height, last in ((200, 60, 56), (30, 6, 2), (80, 24, 20)):
             tmux.do("resize-window", "-x", str(width), "-y", str(height))
-            until(lambda last=last: tmux.shows(f"ranks 1-{last} of 64"))
+            tmux.until(lambda last=last: tmux.shows(f"ranks 1-{last} of 64"))
             assert tmux.lines[0].startswith("sleep (job ")
         tmux.do("send-keys", "q")
-        until(lambda: tmux.shows("left with 0") and tmux.shows(" icanon"))
+        tmux.until(lambda: tmux.shows("left with 0") and tmux.shows(" icanon"))
         assert not tmux.shows("RANK")
         tmux.do("send-keys", f"clear; {command}", "Enter")
-        until(lambda: tmux.shows("RANK"))
+        tmux.until(lambda: tmux.shows("RANK"))
         tmux.do("send-keys", "C-c")
-        until(lambda: tmux.shows("left with 0") and tmux.shows(" icanon"))
+        tmux.until(lambda: tmux.shows("left with 0") and tmux.shows(" icanon"))
         assert not tmux.shows("RANK")
         tmux.do("send-keys", f"clear; {command}", "Enter")
-        until(lambda: tmux.shows("RANK"))
+        tmux.until(lambda: tmux.shows("RANK"))
         tmux.terminate(f"unisono top {job.pid}")
-        until(lambda: tmux.shows("left with 0") and tmux.shows(" icanon"))
+        tmux.until(lambda: tmux.shows("left with 0") and tmux.shows(" icanon"))
         assert not tmux.shows("RANK")
 
 
@@ -164,8 +167,8 @@ def test_a_few_ranks_fit_a_terminal_without_scrolling(warm_launcher, tmux, ranks
         tmux.do("send-keys", f"{sys.executable} -m unisono top {job.pid}; echo left with $?", "Enter")
         for width, height in ((80, 24), (200, 60), (80, 24)):
             tmux.do("resize-window", "-x", str(width), "-y", str(height))
-            until(lambda: len(tmux.ranks) == ranks)
+            tmux.until(lambda: len(tmux.ranks) == ranks)
             assert tmux.ranks == [str(number) for number in range(ranks)]
             assert not tmux.shows("scroll with")
         tmux.do("send-keys", "q")
-        until(lambda: tmux.shows("left with 0"))
+        tmux.until(lambda: tmux.shows("left with 0"))

@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_is_replaced_beside_servers(run_ranks, without):
 def test_steps_that_do_not_wait_lose_no_update(run_ranks, mode):
     job = run_ranks(2, PROGRAM, mode, 3 * STEPS, "3,8,9", flags=["--servers", "1"])
     found = check_counts(job, steps=3 * STEPS - 1)
-    assert found["most_stale"] == 2 if mode == "bounded(2)" else found["most_stale"] > 0
+    assert 0 < found["most_stale"] <= (2 if mode == "bounded(2)" else 3 * STEPS)
 
 
 @pytest.mark.soak
