@@ -29,6 +29,7 @@ from bench import (
     split,
     start,
     step,
+    top,
 )
 from bench.measure import Effort
 from bench.rows import Row
@@ -56,6 +57,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(permutation, "the order of an epoch against a shuffled list"),
     _benchmark(step, "Trainer.step against a hand-written loop, one process"),
     _benchmark(events, "what the events of steps cost, in turns with and without them"),
+    _benchmark(top, "what `unisono top` costs a running job, in turns with it and with it stopped"),
     _benchmark(ddp, "Trainer.step against DistributedDataParallel over gloo"),
     _benchmark(replicate, "unisono.parallel.replicate against DistributedDataParallel, in a loop by hand"),
     _benchmark(remote, "unisono.parallel.remote against RemoteModule of torch RPC"),

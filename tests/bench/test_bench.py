@@ -40,8 +40,8 @@ def command(monkeypatch):
 def test_list_names_every_benchmark_with_a_line(command, capsys):
     assert command(["--list"]) == 0
     names = [line.split(maxsplit=1)[0] for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1]
-    assert names[:7] == ["permutation", "step", "events", "ddp", "replicate", "remote", "shared"]
-    assert names[7:] == [
+    assert names[:7] == ["permutation", "step", "events", "top", "ddp", "replicate", "remote", "shared"]
+    assert names[8:] == [
         "protect",
         "shards",
         "pipeline",
@@ -80,6 +80,16 @@ def test_step_runs_from_end_to_end(tmp_path):
         assert (row["bench"], row["unit"], row["n"]) == ("step", "ms", 3)
         assert row["case"] == line[0].strip()
         assert row["ratio"] == pytest.approx(row["peer"]["median"] / row["ours"]["median"], rel=1e-4)
+
+
+@pytest.mark.soak
+def test_top_measures_on_one_rank_and_on_two(tmp_path):
+    ended = bench("top", "--quick", "--json", str(tmp_path / "rows"))
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    turns = [row for row in rows if row["peer_name"] == "view stopped"]
+    assert [(row["parameters"]["ranks"], row["n"]) for row in turns] == [(1, 3), (2, 3)]
+    assert all(float(row["parameters"]["view_s"]) > 0 for row in turns)
 
 
 @pytest.mark.soak

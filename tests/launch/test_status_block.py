@@ -54,6 +54,20 @@ def test_calls_are_read_as_they_were_written(file):
     assert agent.completed == 1 and agent.met
 
 
+def test_the_times_of_calls_are_those_of_the_calls_themselves(file):
+    rank, agent = StatusBlock(file), StatusBlock(file)
+    assert agent.times() == []
+    for number in range(40):
+        begun = rank.begin(encode_call(name=f"call {number}", kind="collective"))
+        if number % 3:
+            rank.end(begun, failed=number % 2 == 0)
+    calls, times = agent.calls(), agent.times()
+    assert [(each.number, each.started_ns, each.ended_ns) for each in times] == [
+        (call.number, call.started_ns, call.ended_ns) for call in calls
+    ]
+    assert [agent.call_at(each.place) for each in times] == calls
+
+
 def test_a_call_that_still_runs_is_not_overwritten(file):
     page = StatusBlock(file)
     waiting = page.begin(encode_call(name="barrier", kind="collective"))

@@ -1,4 +1,4 @@
-"""`unisono top`: the ranks of a running job in the terminal, once a second.
+"""`unisono top`: the ranks of a running job in the terminal, about once a second.
 
 The job is only looked at: its launcher is asked what it knows, and the kernel what the processes use. No rank is asked.
 Start reading at `top`.
@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import click
@@ -27,20 +28,26 @@ from unisono.cli.top_view import JobView, RankView, frame, mean_parts, measured
 from unisono.errors import LaunchError
 from unisono.launch.control import ask_all
 from unisono.launch.hang.stacks import read_state
-from unisono.launch.process_usage import Usage, gpu_memory, read_usage
+from unisono.launch.process_usage import Usage, gpu_memory, main_thread_s, read_usage
 from unisono.watch.figures import format_elapsed
 
 __all__ = ["top"]
 
-_LOOK_S = 0.5
-"""Seconds between two questions to the launcher, which tell how often a rank is found waiting."""
-_LOOKS = 20
-"""The number of latest questions that a view is made from."""
-_DRAW_S = 1.0
-_ONCE = 7
-"""Questions before the one picture that is printed where there is no terminal, and before waits are shown."""
+_LOOK_S = 1.0
+"""Seconds between two looks at the job, each followed by a picture."""
+_FIRST_LOOK_S, _FIRST = 0.5, 7
+"""Seconds between the first looks, and how many these are: as many as there are for the picture without a terminal."""
+_LONGEST_LOOK_S = 5.0
+_PART = 0.002
+"""The part of a core that the view and the launcher's answers take at most, unless looks would be too far apart."""
+_WINDOW_S = 10.0
+"""Seconds of latest looks that a view is made from."""
+_LEAST_S = 2.9
+"""Seconds of looks before waits are shown."""
 _PATIENCE_S = 1.0
 _GPU_S = 5.0
+"""The least seconds between two questions to nvidia-smi. It can take long, and gets the same part of a core."""
+_LONGEST_GPU_S = 60.0
 _BOLD = ("RANK", "slowest")
 """Beginnings of lines that are bold, as the first line is."""
 _DOWN, _UP, _LEAVE = ("j", "\x1b[B"), ("k", "\x1b[A"), ("q", "Q", "\x04")
@@ -68,9 +75,9 @@ def top(job: str | None) -> int:
 
 
 def _print_once(samples: _Samples) -> int:
-    for number in range(_ONCE):
+    for number in range(_FIRST):
         if number:
-            time.sleep(_LOOK_S)
+            time.sleep(_FIRST_LOOK_S)
         samples.look()
     job, ranks = samples.views()
     for line in frame(job, ranks, width=200, height=len(ranks) + 20):
@@ -79,21 +86,40 @@ def _print_once(samples: _Samples) -> int:
 
 
 def _watch(samples: _Samples, read_key: Callable[[float], str]) -> None:
-    first, drawn_s, size = 0, -math.inf, os.terminal_size((0, 0))
-    while samples.look():
-        until_s, key = time.monotonic() + _LOOK_S, ""
-        while (left_s := until_s - time.monotonic()) > 0 and not key:
-            key = read_key(left_s)
+    first, size, before_s = 0, os.terminal_size((0, 0)), samples.used_s
+    for looks in count(1):
+        if not samples.look():
+            return
+        key, until_s = "", math.inf
+        while time.monotonic() < until_s:
+            # Not by COLUMNS and LINES, which do not follow when the window changes.
+            now = os.get_terminal_size(sys.stdout.fileno())
+            if key or now != size or until_s == math.inf:
+                size = now
+                job, ranks = samples.views()
+                first = min(max(0, first + (key in _DOWN) - (key in _UP)), max(0, len(ranks) - 1))
+                _draw(frame(job, ranks, width=size.columns, height=size.lines, first=first))
+            if until_s == math.inf:
+                until_s = time.monotonic() + pause_s(samples.used_s - before_s, looks=looks)
+                before_s = samples.used_s
+            key = read_key(max(0.0, min(until_s - time.monotonic(), _LOOK_S)))
             if key in _LEAVE:
                 return
-        first = max(0, first + (key in _DOWN) - (key in _UP))
-        # Not by COLUMNS and LINES, which do not follow when the window changes.
-        now = os.get_terminal_size(sys.stdout.fileno())
-        if key or now != size or time.monotonic() >= drawn_s + _DRAW_S:
-            drawn_s, size = time.monotonic(), now
-            job, ranks = samples.views()
-            first = min(first, max(0, len(ranks) - 1))
-            _draw(frame(job, ranks, width=size.columns, height=size.lines, first=first))
+
+
+def pause_s(used_s: float, *, looks: int) -> float:
+    """Return how long to wait before the next look.
+
+    Args:
+        used_s: The CPU time that the last look and its picture took, here and in the launcher.
+        looks: The number of looks until now.
+
+    >>> pause_s(0.001, looks=1), pause_s(0.001, looks=100), pause_s(0.006, looks=100)
+    (0.5, 1.0, 3.0)
+    """
+    if looks < _FIRST:
+        return _FIRST_LOOK_S
+    return round(min(max(_LOOK_S, used_s / _PART), _LONGEST_LOOK_S), 3)
 
 
 @contextmanager
@@ -130,20 +156,28 @@ class _Samples:
         self.agent, self.name, self._answer = found["pid"], _printable(found["name"]), found
         self.has_ended = False
         self._problem = ""
-        self._seen: dict[tuple[int, int], deque[tuple[float, Usage, bool]]] = {}
-        """By rank and process: when it was looked at, what it had used, and whether it was in a call."""
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_LOOKS)
+        self._seen: dict[tuple[int, int], deque[tuple[float, Usage, float]]] = {}
+        """By rank and process: when it was looked at, what it had used, and what part of the time it was in calls."""
+        self._steps: deque[tuple[float, int]] = deque()
         self._gpu: dict[int, int] = {}
         self._gpu_s = -math.inf
+        self._launcher_s = 0.0
 
     @property
     def age_s(self) -> float:
         """Seconds since the job was started."""
         return time.time() - float(self._answer["started_s"])
 
+    @property
+    def used_s(self) -> float:
+        """The CPU time of this process, and that of the launcher for its answers."""
+        return time.process_time() + self._launcher_s
+
     def look(self) -> bool:
         """Look at the job once more; return False if it has ended."""
+        before_s = main_thread_s(self.agent)
         answers = ask_all([self.agent], {"ask": "top"}, patience_s=_PATIENCE_S)
+        self._launcher_s += max(0.0, main_thread_s(self.agent) - before_s)
         if self.agent not in answers:
             self.has_ended = True
             return False
@@ -151,23 +185,29 @@ class _Samples:
         self._problem = ""
         if answer is None:
             self._problem = f"the launcher does not answer: it is {read_state(self.agent).state}"
-        elif "activity" not in answer:
-            raise LaunchError(f"job {self.agent} ({self.name}) was started by a unisono that does not know `top` yet")
+        elif any("waits" not in each for each in answer.get("activity", [{}])):
+            raise LaunchError(
+                f"job {self.agent} ({self.name}) was started by a unisono that does not know this `top` yet"
+            )
         else:
             self._answer = answer
         now_s, seen = time.monotonic(), self._seen
         self._seen = {}
         for each in self._answer.get("activity", ()):
             at = each["rank"], each["pid"]
-            past = self._seen[at] = seen.get(at, deque(maxlen=_LOOKS))
-            past.append((now_s, read_usage(each["pid"]), each["waits_s"] is not None))
+            past = self._seen[at] = seen.get(at, deque())
+            past.append((now_s, read_usage(each["pid"]), each["waits"]))
+            _forget(past, now_s)
         step = self._answer["step"]
         if answer is not None and step is not None:
             if self._steps and step < self._steps[-1][1]:
                 self._steps.clear()  # the run has begun anew
             self._steps.append((now_s, step))
-        if now_s - self._gpu_s >= _GPU_S:
-            self._gpu, self._gpu_s = dict(gpu_memory()), now_s
+            _forget(self._steps, now_s)
+        if now_s >= self._gpu_s:
+            before_s = _children_s()
+            self._gpu = dict(gpu_memory())
+            self._gpu_s = now_s + min(max(_GPU_S, (_children_s() - before_s) / _PART), _LONGEST_GPU_S)
         return True
 
     def views(self) -> tuple[JobView, list[RankView]]:
@@ -217,9 +257,21 @@ class _Samples:
             delay=min(1.0, max(0.0, last.delay_s - first.delay_s) / seconds) if seconds else 0.0,
             memory=last.memory,
             gpu=self._gpu.get(told["pid"]),
-            waits=sum(waits for *_, waits in past) / len(past) if told["doing"] and len(past) >= _ONCE else None,
+            waits=sum(waits for *_, waits in past) / len(past) if told["doing"] and seconds >= _LEAST_S else None,
             doing=doing,
         )
+
+
+def _forget(past: deque[Any], now_s: float) -> None:
+    """Forget what was seen before the window, but for two looks."""
+    while len(past) > 2 and past[0][0] < now_s - _WINDOW_S:
+        past.popleft()
+
+
+def _children_s() -> float:
+    """Return the CPU time of programs that have been run."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _no_key(seconds: float) -> str:

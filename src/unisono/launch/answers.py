@@ -36,7 +36,7 @@ def describe_job(job: LaunchJob, *, running: Collection[int], facts: Mapping[str
 
 
 def describe_activity(generation: Generation | None) -> list[dict[str, Any]]:
-    """Return each rank that runs here, for `unisono top`: its process, and the call in its status block.
+    """Return each rank that runs here, for `unisono top`: its process, and the calls in its status block.
 
     The ranks are not asked, so that nothing is disturbed.
 
@@ -47,8 +47,8 @@ def describe_activity(generation: Generation | None) -> list[dict[str, Any]]:
         return []
     ranks = []
     for found in generation.describe_ranks():
-        doing, waits_s = generation.observer.activity(found["rank"])
-        ranks.append({"rank": found["rank"], "pid": found["pid"], "doing": doing, "waits_s": waits_s})
+        doing, waits_s, part = generation.observer.activity(found["rank"])
+        ranks.append({"rank": found["rank"], "pid": found["pid"], "doing": doing, "waits_s": waits_s, "waits": part})
     return ranks
 
 

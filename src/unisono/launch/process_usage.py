@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from unisono.launch.hang.stacks import read_state
 from unisono.machine import kernel_text
 
-__all__ = ["Usage", "gpu_memory", "parse_gpu_memory", "read_usage"]
+__all__ = ["Usage", "gpu_memory", "main_thread_s", "parse_gpu_memory", "read_usage"]
 
 _PATIENCE_S = 2.0
 
@@ -34,13 +33,18 @@ def read_usage(pid: int) -> Usage:
     """Return what a process has used; its state is "ended" if there is none."""
     state = read_state(pid)
     delays = kernel_text(f"/proc/{pid}/schedstat").split()
-    pages = kernel_text(f"/proc/{pid}/statm").split()
     return Usage(
         state=state.state,
         cpu_s=state.cpu_s,
         delay_s=int(delays[1]) / 1e9 if len(delays) > 1 else 0.0,
-        memory=int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else 0,
+        memory=state.memory,
     )
+
+
+def main_thread_s(pid: int) -> float:
+    """Return the CPU time of the main thread of a process, to the microsecond; 0 where the kernel does not tell."""
+    used = kernel_text(f"/proc/{pid}/schedstat").split()
+    return int(used[0]) / 1e9 if used else 0.0
 
 
 def gpu_memory() -> Mapping[int, int]:

@@ -55,11 +55,22 @@ class RequestServer:
             if not self._admits(connection):
                 connection.close()
                 return
-            connection.settimeout(_PATIENCE_S)
-            if len(self._connections) >= _MOST_CONNECTIONS:
-                self._forget(self._connections[0]).close()
-            self._connections.append(connection)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._serve, connection))
+            connection.setblocking(False)
+            try:
+                # Mostly the request is there already. A turn of the agent's loop would take as long as to answer it.
+                request = connection.recv(_MOST_BYTES)
+            except BlockingIOError:
+                self._await(connection)
+            except OSError:
+                connection.close()
+            else:
+                self._reply(connection, request)
+
+    def _await(self, connection: socket.socket) -> None:
+        if len(self._connections) >= _MOST_CONNECTIONS:
+            self._forget(self._connections[0]).close()
+        self._connections.append(connection)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._serve, connection))
 
     def _forget(self, connection: socket.socket) -> socket.socket:
         self._selector.unregister(connection)
@@ -69,5 +80,14 @@ class RequestServer:
     def _serve(self, connection: socket.socket) -> None:
         if connection not in self._connections:  # closed a moment ago, for a newer one
             return
-        with self._forget(connection), suppress(OSError):
-            connection.sendall(self._answer(connection.recv(_MOST_BYTES)))
+        try:
+            request = self._forget(connection).recv(_MOST_BYTES)
+        except OSError:
+            connection.close()
+        else:
+            self._reply(connection, request)
+
+    def _reply(self, connection: socket.socket, request: bytes) -> None:
+        connection.settimeout(_PATIENCE_S)
+        with connection, suppress(OSError):
+            connection.sendall(self._answer(request))

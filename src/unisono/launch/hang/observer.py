@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.launch.hang.analysis import find_mismatch
+from unisono.launch.hang.call_times import part_in_calls
 from unisono.launch.hang.hang_report import render_idle, render_mismatch
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
 from unisono.launch.hang.judge import HangJudge
@@ -29,6 +30,7 @@ _TICK_S = 0.25
 _COLLECTING_TICK_S = 0.03
 _JUDGING_S = 1.0
 _MOST_STACKS = 16
+_LATELY_NS = 1_000_000_000
 _GAP_S = 5.0
 """A longer time between two ticks means that this process was stopped, and probably the ranks with it."""
 
@@ -225,14 +227,23 @@ class Observer:
         """Return the call that a rank is in, or has made last, as words: "in all_reduce at train.py:7"."""
         return self._ranks[rank].doing(self._folder) if rank in self._ranks else ""
 
-    def activity(self, rank: int) -> tuple[str, float | None]:
-        """Return the call that a rank is in, or has made last, as `doing` does, and for how long it has been in it."""
+    def activity(self, rank: int) -> tuple[str, float | None, float]:
+        """Return the call that a rank is in, or has made last, as `doing` does, and how long it has been in calls.
+
+        Returns:
+            The call as words, the seconds that it has been in it, None if it is in none, and the part of the last
+            second that it has spent in calls; of the time of the latest calls that are recorded if that is less.
+        """
         if rank not in self._ranks:
-            return "", None
-        calls = self._ranks[rank].block.calls()
-        started_ns = min((call.started_ns for call in calls if call.running), default=None)
-        waits_s = None if started_ns is None else max(0.0, (time.monotonic_ns() - started_ns) / 1e9)
-        return describe_call(calls, folder=self._folder), waits_s
+            return "", None, 0.0
+        block = self._ranks[rank].block
+        times, now_ns = block.times(), time.monotonic_ns()
+        running = [each for each in times if each.ended_ns is None]
+        found = [block.call_at(each.place) for each in (running or times)[-1:]]
+        calls = block.calls() if None in found else [call for call in found if call is not None]
+        waits_s = max(0.0, (now_ns - min(each.started_ns for each in running)) / 1e9) if running else None
+        part = part_in_calls(times, now_ns=now_ns, window_ns=_LATELY_NS, is_all=bool(times) and times[0].number == 1)
+        return describe_call(calls, folder=self._folder), waits_s, part
 
     def finished_ns(self, rank: int) -> int | None:
         """Return when a rank's program ended without an error; None if it has not. Its process may still run."""

@@ -107,6 +107,8 @@ class ProcessState:
     cpu_s: float
     """CPU time of all its threads, in seconds."""
     name: str = ""
+    memory: int = 0
+    """Bytes that are resident in main memory, with what it shares with other processes."""
 
 
 def create_dump() -> int:
@@ -281,7 +283,8 @@ def read_state(pid: int) -> ProcessState:
         "Z": "ended",
         "X": "ended",
     }
-    return ProcessState(state=letters.get(fields[0], "sleeping"), cpu_s=cpu_s, name=name)
+    memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return ProcessState(state=letters.get(fields[0], "sleeping"), cpu_s=cpu_s, name=name, memory=memory)
 
 
 def _can_answer(pid: int) -> bool:

@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import count, islice
 from typing import Any, Literal
 
+from unisono.launch.hang.call_times import CallTime
 from unisono.text import clip, parse_ranks
 
 __all__ = ["CallKind", "RecordedCall", "StatusBlock", "create", "encode_call"]
@@ -36,6 +37,7 @@ _HEADER_AT = 8
 _PLACES, _MOST_PLACES, _PLACE_SIZE, _CALLS_AT = 32, 448, 768, 4096
 _END = struct.Struct("Qq")  # number of the call that ended, and when; a negative time after an error
 _START = struct.Struct("IIQqQQ")  # checksum of all that follows, length of the text, number, start, sequence, epoch
+_TIME = struct.Struct("QqIIQq")  # both of these, up to the start
 _SHARED_PLACE = _MOST_PLACES - 1
 """The place of all calls for which there is no other one: only the latest of them can be read."""
 _LONGEST_TEXT = _PLACE_SIZE - _END.size - _START.size
@@ -263,6 +265,19 @@ class StatusBlock:
         """Return the latest calls, the newest last. The first 447 that run at the same time are all included."""
         found = (self._call(place) for place in range(max(_PLACES, self._header()[6])))
         return sorted((call for call in found if call is not None), key=lambda call: call.number)
+
+    def times(self) -> list[CallTime]:
+        """Return when the calls that `calls` returns began and ended. That is a tenth of the work of `calls`."""
+        found = []
+        for place in range(max(_PLACES, self._header()[6])):
+            ended, ended_ns, _, _, number, started_ns = _TIME.unpack_from(self._map, _CALLS_AT + place * _PLACE_SIZE)
+            if number:
+                found.append(CallTime(number, started_ns, abs(ended_ns) if ended == number else None, place))
+        return sorted(found)
+
+    def call_at(self, place: int) -> RecordedCall | None:
+        """Return the call at a place that `times` told; None if it is just being written."""
+        return self._call(place)
 
     def read_failure(self) -> dict[str, Any] | None:
         """Return the record that the rank has written of its failure; None if there is none."""
