@@ -162,7 +162,6 @@ def test_a_step_with_too_many_new_ids_changes_no_table():
         ),
         (lambda: dynamic(capacity=None), ValueError, r"rows=.* or capacity=.*; given is neither"),
         (lambda: dynamic(rows=3), ValueError, "given is rows=3 and capacity=50"),
-        (lambda: dynamic(rows=3, capacity=None, init_std=0.1), ValueError, "init_std=0.1 is for tables with capacity="),
         (lambda: dynamic(init_std=-0.1), ValueError, "init_std=-0.1: give a finite number of 0 or more"),
         (lambda: dynamic(padding_idx=2**63), ValueError, "padding_idx=9223372036854775808 is no id of a table"),
         (

@@ -24,3 +24,10 @@ def test_ranks_and_servers_train_tables_as_one_process_does(fork_ranks, run_rank
 def test_what_is_no_tables_is_refused():
     with pytest.raises(TypeError, match="tables is a Linear; give the object that"):
         share_tables(torch.nn.Linear(2, 2))
+
+
+def test_a_table_in_a_file_has_the_rows_of_one_in_memory(run_ranks, tmp_path):
+    program = PROGRAM.with_name("shared_table_files.py")
+    sums = {run_ranks(2, program, where).out.split()[-1] for where in ("-", tmp_path)}
+    with_server = run_ranks(2, program, tmp_path, flags=["--servers", "1"])
+    assert sums == {with_server.out.split()[-1]} and not any(tmp_path.iterdir())

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from unisono.embedding.row_map import RowMap
 from unisono.embedding.table_modules import BagTable, RowTable
-from unisono.state.weight_files import write_rows
+from unisono.machine import read_ahead
+from unisono.state.weight_files import RowColumn, write_rows
 from unisono.text import a_type
 
 __all__ = ["export_rows"]
 
 _SUFFIXES = (".safetensors", ".npz")
+_CHUNK_NBYTES = 4 << 20
 
 
 def export_rows(table: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the rows of a table and their ids into a file, which is complete under its name or not there.
 
     It has `ids`, [n], int64, ascending, and `weight`, [n, dim]. Of a dynamic table, these are the ids that have a row.
-    No rank waits for another: call it on one, between two steps. Memory: a copy of the rows that are written.
+    Rows that have not been written yet have their first values.
+    No rank waits for another: call it on one, between two steps. Memory: the ids, and 64 MiB.
 
     Args:
         table: One of `Tables`.
@@ -41,14 +46,31 @@ def export_rows(table: nn.Module, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"path={str(path)!r} must say by its suffix what to write: {' or '.join(_SUFFIXES)}")
     if table.serving is not None:
         table.serving.settle()
-    ids, weight = _rows_of(table)
-    write_rows(file, {"ids": ids, "weight": weight})
+    write_rows(file, _columns_of(table))
 
 
-def _rows_of(table: RowTable | BagTable) -> tuple[Tensor, Tensor]:
-    weight = table.weight.detach()
-    if table.rows is None:
-        return torch.arange(len(weight)), weight.cpu().contiguous()
-    taken = table.rows.taken
-    ids, order = torch.sort(table.rows.ids.detach().index_select(0, taken))
-    return ids.cpu(), weight.index_select(0, taken[order]).cpu()
+def _columns_of(table: RowTable | BagTable) -> dict[str, RowColumn]:
+    weight, rows = table.weight.detach(), table.rows
+    if isinstance(rows, RowMap):
+        ids, order = torch.sort(rows.ids.detach().index_select(0, rows.taken))
+        places = rows.taken[order]
+    else:
+        ids, places = torch.arange(len(weight)), None
+    chunk = max(1, _CHUNK_NBYTES // (weight.shape[1] * weight.element_size()))
+
+    def values() -> Iterator[Tensor]:
+        for start in range(0, len(ids), chunk):
+            some = slice(start, start + chunk)
+            if places is None and weight.device.type == "cpu":
+                ahead = weight[start : start + 2 * chunk]
+                read_ahead(ahead.data_ptr(), ahead.nbytes)
+            if places is not None:
+                yield weight.index_select(0, places[some]).cpu()
+            elif rows is not None:
+                source, found = rows.locate(weight, ids[some], padding=table.padding_idx)
+                yield source.index_select(0, found)
+            else:
+                yield weight[some].cpu().contiguous()
+
+    form = torch.empty((len(ids), weight.shape[1]), dtype=weight.dtype, device="meta")
+    return {"ids": RowColumn(ids, lambda: iter([ids.cpu()])), "weight": RowColumn(form, values)}

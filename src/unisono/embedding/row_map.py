@@ -9,20 +9,20 @@ written them, as a checkpoint does.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from unisono.embedding.id_index import NBYTES_PER_ID, IdIndex
-from unisono.embedding.initial_rows import initial_rows
+from unisono.embedding.located_rows import LocatedRows, PlacedIds
 from unisono.embedding.row_memory import resized
 from unisono.embedding.row_policy import RowPolicy
 from unisono.embedding.undo_log import UndoLog
 from unisono.embedding.waiting_ids import WaitingIds
 from unisono.errors import TableFullError
 
-__all__ = ["PlacedIds", "RowMap", "map_nbytes"]
+__all__ = ["RowMap", "map_nbytes"]
 
 _SEED, _COUNT, _STEP, _EVICTED = range(4)
 _MOST = 2**31 - 1
@@ -39,16 +39,7 @@ def waiting_capacity(policy: RowPolicy, capacity: int) -> int:
     return policy.waiting_capacity or max(capacity, WaitingIds.LEAST_CAPACITY)
 
 
-class PlacedIds(NamedTuple):
-    """The rows of some ids in an update."""
-
-    rows: Tensor
-    """[n], int64; -1 for ids that have not been admitted."""
-    new: Tensor
-    """The numbers of the ids whose rows were taken in this update: these rows have the values of others."""
-
-
-class RowMap(nn.Module):
+class RowMap(LocatedRows):
     """The ids of a table's rows.
 
     Its tensors are parameters without a gradient, not buffers: virtual ranks never write them.
@@ -62,7 +53,7 @@ class RowMap(nn.Module):
     """
 
     def __init__(self, name: str, capacity: int, *, seed: int, std: float, policy: RowPolicy) -> None:
-        super().__init__()
+        super().__init__(name, std=std)
         self.ids = nn.Parameter(torch.zeros(capacity, dtype=torch.int64), requires_grad=False)
         """The id of each row that is taken."""
         self.counters = nn.Parameter(torch.tensor([seed, 0, 0, 0]), requires_grad=False)
@@ -76,9 +67,7 @@ class RowMap(nn.Module):
             """For each row, the number of steps with a gradient for its id."""
         self.waiting = WaitingIds(waiting_capacity(policy, capacity)) if policy.admit_after > 1 else None
         """Ids that have no row yet."""
-        self.name, self.std, self.policy = name, std, policy
-        self.wanted_length = 0
-        """The number of rows that an update would need which was refused; 0: none was, or the table does not grow."""
+        self.policy = policy
         self._numbers = [seed, 0, 0, 0]
         self._free = torch.empty(0, dtype=torch.int64)
         """The free rows, ascending, where rows may be given up."""
@@ -94,6 +83,12 @@ class RowMap(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copies, without what can be made anew."""
         return {**self.__dict__, "_index": None, "_indexed": (), "_log": UndoLog()}
+
+    @property
+    def seed(self) -> int:
+        """The number that determines the first values of rows."""
+        self._refresh()
+        return self._numbers[_SEED]
 
     @property
     def count(self) -> int:
@@ -120,33 +115,6 @@ class RowMap(nn.Module):
             ids: [n], int64.
         """
         return self._refresh().find(ids)
-
-    def locate(self, weight: Tensor, ids: Tensor, *, padding: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return a tensor with the values of ids, and the row of each id in it.
-
-        It is the table, where all ids have a row. Otherwise it is a copy of the rows, [n, dim], with the first values
-        of those that have none.
-
-        Args:
-            weight: The table, [capacity, dim].
-            ids: [n], int64.
-            padding: An id whose values are zeros; None: there is none.
-        """
-        rows = self.find(ids)
-        missing = (rows < 0).nonzero().view(-1)
-        if not len(missing):
-            return weight, rows
-        values = weight.index_select(0, rows.clamp_min_(0))
-        of_missing = ids.index_select(0, missing)
-        first = self.initial(of_missing, weight)
-        if padding is not None:
-            first[of_missing == padding] = 0.0
-        return values.index_copy_(0, missing, first), torch.arange(len(ids), device=ids.device)
-
-    def initial(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the first values of the rows of ids, [n, dim], of the type of the table."""
-        self._refresh()
-        return initial_rows(ids, weight.shape[1], seed=self._numbers[_SEED], std=self.std, dtype=weight.dtype)
 
     def check_room(self, ids: Sequence[Tensor]) -> None:
         """Raise TableFullError if an update with these ids, which may be repeated, would find too few rows.
@@ -211,7 +179,7 @@ class RowMap(nn.Module):
             weight: The table, [capacity, dim].
             state: The state of its optimizer.
         """
-        weight.index_copy_(0, rows, self.initial(ids, weight))
+        super().write_first(ids, rows, weight, state)
         if self.policy.evicts:
             for value in state.values():
                 if isinstance(value, Tensor) and value.shape[:1] == weight.shape[:1]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -12,10 +13,14 @@ from torch import Tensor, nn
 from unisono.embedding.growth import resize
 from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.id_checks import check_ids, check_offsets
+from unisono.embedding.lazy_rows import LazyRows
+from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.lookup import Bags, Locate, look_up, pool
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.serving import Serving
+from unisono.embedding.table_file import TableFile
 from unisono.embedding.table_settings import Table
+from unisono.errors import UnisonoError
 
 __all__ = ["BagTable", "RowTable", "match_length"]
 
@@ -31,17 +36,19 @@ class RowTable(nn.Embedding):
     def __init__(self, name: str, table: Table) -> None:
         # nn.Embedding knows only ids that are rows as padding.
         padding = table.padding_idx if table.capacity is None else None
-        super().__init__(table.length, table.dim, padding_idx=padding, sparse=True, _weight=_new_weight(table))
-        self.name, self.table = name, table
+        file = _new_file(name, table)
+        super().__init__(table.length, table.dim, padding_idx=padding, sparse=True, _weight=_new_weight(table, file))
+        self.name, self.table, self.file = name, table, file
+        """What `file` has are the rows; None: they are in memory."""
         self.padding_idx = table.padding_idx
         self.rows = _new_rows(name, table)
-        """The ids of a dynamic table; None for one with fixed rows."""
+        """The ids of a dynamic table, or the rows of a fixed one that are written; None: all rows are."""
         if self.rows is None:
             self.reset_parameters()
         self.serving: Serving | None = None
         """The servers that update it; None: ranks do."""
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
-        if table.when_full == "grow":
+        if table.when_full == "grow" or file is not None:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
@@ -54,7 +61,7 @@ class RowTable(nn.Embedding):
         if self.rows is None:
             check_ids(self.name, input, rows=self.num_embeddings)
             return look_up(self.weight, input, padding=self.padding_idx)
-        check_ids(self.name, input, rows=None)
+        check_ids(self.name, input, rows=self.table.rows)
         locate = partial(self.rows.locate, self.weight.detach(), padding=self.padding_idx)
         return look_up(self.weight, input.long(), padding=self.padding_idx, locate=locate)
 
@@ -69,6 +76,7 @@ class BagTable(nn.EmbeddingBag):
 
     def __init__(self, name: str, table: Table) -> None:
         assert table.pooling is not None
+        file = _new_file(name, table)
         super().__init__(
             table.length,
             table.dim,
@@ -76,18 +84,19 @@ class BagTable(nn.EmbeddingBag):
             padding_idx=table.padding_idx if table.capacity is None else None,
             include_last_offset=table.include_last_offset,
             sparse=True,
-            _weight=_new_weight(table),
+            _weight=_new_weight(table, file),
         )
-        self.name, self.table = name, table
+        self.name, self.table, self.file = name, table, file
+        """What `file` has are the rows; None: they are in memory."""
         self.padding_idx = table.padding_idx
         self.rows = _new_rows(name, table)
-        """The ids of a dynamic table; None for one with fixed rows."""
+        """The ids of a dynamic table, or the rows of a fixed one that are written; None: all rows are."""
         if self.rows is None:
             self.reset_parameters()
         self.serving: Serving | None = None
         """The servers that update it; None: ranks do."""
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
-        if table.when_full == "grow":
+        if table.when_full == "grow" or file is not None:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(
@@ -129,7 +138,7 @@ class BagTable(nn.EmbeddingBag):
         return pool(self.weight, bags, scale, mode=mode, padding=None, locate=locate)
 
     def _bags(self, ids: Tensor, offsets: Tensor | None) -> Bags:
-        rows = self.num_embeddings if self.rows is None else None
+        rows = self.table.rows
         if not isinstance(ids, Tensor) or ids.dim() == 2:
             check_ids(self.name, ids, rows=rows)
             if offsets is not None:
@@ -148,14 +157,25 @@ class BagTable(nn.EmbeddingBag):
 
 def match_length(table: RowTable | BagTable, length: int) -> None:
     """Give a dynamic table that grows the number of rows that saved values have, which are to replace its own."""
-    if table.rows is not None and table.table.when_full == "grow" and length != len(table.weight):
+    if isinstance(table.rows, RowMap) and table.table.when_full == "grow" and length != len(table.weight):
         resize(table.weight, table.rows, length)
 
 
 def _prepare_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
-    """Match the length of a table to that of a state_dict which is about to be loaded."""
+    """Match the length of a table to that of a state_dict which is about to be loaded, or the space of its file.
+
+    Raises:
+        UnisonoError: The rows are in a file that other ranks have, too, or for which the disk has no room.
+    """
     assert isinstance(module, RowTable | BagTable)
     saved = state.get(f"{prefix}weight")
+    if saved is not None and module.file is not None:
+        if module.file.is_shared:
+            raise UnisonoError(
+                f"table {module.name!r} is in a file that all ranks share, so a load_state_dict of each rank would "
+                "change what others read. Load weights by trainer.load(path), or before the Trainer is made."
+            )
+        module.file.reserve()
     if isinstance(saved, Tensor) and saved.shape[1:] == module.weight.shape[1:]:
         match_length(module, len(saved))
 
@@ -167,16 +187,28 @@ def _settle(module: nn.Module, *_: Any) -> None:
         module.serving.settle()
 
 
-def _new_weight(table: Table) -> Tensor:
-    """Return memory for the rows: of zeros in a dynamic table, of which those that are free are not written."""
-    make = torch.empty if table.capacity is None else torch.zeros
+def _new_file(name: str, table: Table) -> TableFile | None:
+    if table.directory is None:
+        return None
+    rule, shape = table.optimizer, (table.length, table.dim)
+    state = {**dict.fromkeys(rule.per_row, shape[:1]), **dict.fromkeys(rule.per_element, shape)}
+    return TableFile(name, Path(table.directory), shape, state, table.dtype)
+
+
+def _new_weight(table: Table, file: TableFile | None) -> Tensor:
+    """Return memory for the rows: of zeros where some have no values yet, of which these are not written."""
+    if file is not None:
+        return file.weight
+    make = torch.empty if table.capacity is None and not table.is_lazy else torch.zeros
     weight = make(table.length, table.dim, dtype=table.dtype)
     advise_huge_pages(weight)
     return weight
 
 
-def _new_rows(name: str, table: Table) -> RowMap | None:
-    if table.capacity is None:
+def _new_rows(name: str, table: Table) -> LocatedRows | None:
+    if table.capacity is None and not table.is_lazy:
         return None
-    seed = int(torch.randint(-(2**63), 2**63 - 1, ()))
-    return RowMap(name, table.capacity, seed=seed, std=table.init_std, policy=table.policy)
+    seed, std = int(torch.randint(-(2**63), 2**63 - 1, ())), 1.0 if table.init_std is None else table.init_std
+    if table.rows is not None:
+        return LazyRows(name, table.rows, seed=seed, std=std)
+    return RowMap(name, table.length, seed=seed, std=std, policy=table.policy)

@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from unisono.embedding.growth import resize
 from unisono.embedding.huge_pages import advise_huge_pages
+from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_memory import RowStore
 from unisono.embedding.row_optimizers import RowOptimizer, change_rows, rows_per_chunk, rule_named
 from unisono.embedding.row_sums import rows_of
+from unisono.embedding.table_file import TableFile
 from unisono.errors import TableFullError
 
 __all__ = ["TableOptimizer"]
@@ -29,18 +31,24 @@ class TableOptimizer(Optimizer):
 
     Args:
         tables: Each table's weight, [rows, dim], and its rule.
-        maps: The rows of dynamic tables, by weight. The gradients of these have ids in place of rows.
+        maps: The rows of tables of which some have no values yet, by weight. The gradients of dynamic ones have ids in
+            place of rows.
+        files: The files of tables that are in one, by weight.
     """
 
     def __init__(
-        self, tables: Sequence[tuple[Tensor, RowOptimizer]], *, maps: Mapping[Tensor, RowMap] | None = None
+        self,
+        tables: Sequence[tuple[Tensor, RowOptimizer]],
+        *,
+        maps: Mapping[Tensor, LocatedRows] | None = None,
+        files: Mapping[Tensor, TableFile] | None = None,
     ) -> None:
         super().__init__([{"params": [weight], **rule.group()} for weight, rule in tables], {})
-        self.maps = dict(maps or {})
+        self.maps, self.files = dict(maps or {}), dict(files or {})
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copies: torch's leaves out what it does not know."""
-        return {**super().__getstate__(), "maps": self.maps}
+        return {**super().__getstate__(), "maps": self.maps, "files": {}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -78,14 +86,9 @@ class TableOptimizer(Optimizer):
                 "its weight, as with tied weights. Use a table by its module alone."
             )
         indices, values = rows_of(gradient)
-        rule, state = rule_named(group["rule"]), self.state[p]
-        if not state:
-            state["step"] = 0
-            for key in rule.per_row:
-                state[key] = torch.zeros(len(p), dtype=p.dtype, device=p.device)
-            for key in rule.per_element:
-                state[key] = torch.zeros_like(p)
-                advise_huge_pages(state[key])
+        rule = rule_named(group["rule"])
+        self.make_state(p, rule)
+        state = self.state[p]
         state["step"] += 1
         if not len(indices):
             return
@@ -105,6 +108,25 @@ class TableOptimizer(Optimizer):
                 store.write(which, taken[key])
             weights.write(which, rows)
 
+    def make_state(self, p: Tensor, rule: type[RowOptimizer]) -> None:
+        """Make the state of a table, unless there is one.
+
+        Raises:
+            UnisonoError: The table is in a file, and the disk has no room for it.
+        """
+        state = self.state[p]
+        if state:
+            return
+        if p in self.files:
+            state.update({"step": 0, **self.files[p].new_state()})
+            return
+        state["step"] = 0
+        for key in rule.per_row:
+            state[key] = torch.zeros(len(p), dtype=p.dtype, device=p.device)
+        for key in rule.per_element:
+            state[key] = torch.zeros_like(p)
+            advise_huge_pages(state[key])
+
     def grow(self) -> bool:
         """Give more rows to the dynamic tables that have refused an update for want of rows, and that grow.
 
@@ -116,10 +138,11 @@ class TableOptimizer(Optimizer):
         """
         growing = [(p, rows) for p, rows in self.maps.items() if rows.wanted_length > len(p)]
         for p, rows in growing:
+            assert isinstance(rows, RowMap)
             resize(p, rows, rows.wanted_length, self.state.get(p))
         return bool(growing)
 
-    def _make_room(self, rows: RowMap, ids: Sequence[Tensor]) -> None:
+    def _make_room(self, rows: LocatedRows, ids: Sequence[Tensor]) -> None:
         try:
             rows.check_room(ids)
         except TableFullError:

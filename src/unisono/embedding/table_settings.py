@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 
 from unisono.arguments import choice, real, whole
+from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.row_map import map_nbytes
 from unisono.embedding.row_optimizers import RowOptimizer
 from unisono.embedding.row_policy import RowPolicy
-from unisono.machine import available_bytes
+from unisono.embedding.table_file import check_directory, free_bytes
+from unisono.errors import UnisonoError
+from unisono.machine import available_bytes, file_system_of
 from unisono.text import a_type
 
-__all__ = ["Table", "check_memory"]
+__all__ = ["Table", "check_room"]
 
 _INT64 = -(2**63), 2**63 - 1
+_IN_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +50,14 @@ class Table:
     """An id that adds nothing to a bag, and whose row is never updated; without pooling, its row begins as zeros."""
     include_last_offset: bool = False
     """True if the offsets of bags end with the number of ids."""
-    init_std: float = 1.0
-    """The standard deviation of the first values of a dynamic table's rows."""
+    init_std: float | None = None
+    """The standard deviation of first values that follow from torch's seed and the id. A row is then written for the
+    first time when it is first updated. None: 1.0 for a dynamic table; with `rows`, all are written at the start, with
+    normal values from torch's generator, as nn.Embedding does."""
+    directory: str | os.PathLike[str] | None = None
+    """A folder on a disk of this machine: rows and the state of their optimizer are in a file there, which is mapped
+    into memory and may be larger than it. The file has no name, and is gone when the program ends. None: they are in
+    memory. With `rows`, give `init_std`, too."""
     admit_after: int = 1
     """An id of a dynamic table gets a row in the step of this number that has a gradient for it."""
     waiting_capacity: int | None = None
@@ -66,11 +79,6 @@ class Table:
             )
         if self.rows is not None:
             whole("rows", self.rows, least=1)
-            if self.init_std != 1.0:
-                raise ValueError(
-                    f"init_std={self.init_std} is for tables with capacity=: with rows=, write to the rows before "
-                    "training, as nn.init.normal_ does"
-                )
             if self.policy != RowPolicy():
                 raise ValueError(
                     "admit_after, waiting_capacity, evict_after and when_full are for tables with capacity=: one with "
@@ -78,7 +86,7 @@ class Table:
                 )
         elif whole("capacity", self.capacity, least=1) >= 2**31:
             raise ValueError(f"capacity={self.capacity}: a dynamic table has at most {2**31 - 1} rows")
-        if not 0 <= real("init_std", self.init_std) < float("inf"):
+        if self.init_std is not None and not 0 <= real("init_std", self.init_std) < float("inf"):
             raise ValueError(f"init_std={self.init_std!r}: give a finite number of 0 or more")
         whole("dim", self.dim, least=1)
         choice("pooling", self.pooling, ("sum", "mean", None))
@@ -92,6 +100,22 @@ class Table:
                 raise ValueError(f"padding_idx={self.padding_idx} is no id of a table with ids {least} to {most}")
         if self.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"dtype={self.dtype}: a table has torch.float32 or torch.float64")
+        if self.directory is not None:
+            self._check_directory()
+
+    def _check_directory(self) -> None:
+        if not isinstance(self.directory, (str, os.PathLike)):
+            raise TypeError(f"directory is {a_type(self.directory)}; give the path of a folder")
+        if self.rows is not None and self.init_std is None:
+            raise ValueError(
+                "a table with rows= and directory= needs init_std=, such as init_std=0.01: then a row is written when "
+                "it is first updated. Without it, all rows of the file would be written at the start."
+            )
+        if self.when_full == "grow":
+            raise ValueError(
+                'when_full="grow" is for tables in memory: give one with directory= the capacity that it may need, '
+                "as rows that are free take room on the disk alone"
+            )
 
     @property
     def policy(self) -> RowPolicy:
@@ -104,6 +128,11 @@ class Table:
         )
 
     @property
+    def is_lazy(self) -> bool:
+        """True for a table with fixed rows that are written when they are first updated."""
+        return self.rows is not None and self.init_std is not None
+
+    @property
     def length(self) -> int:
         """The number of rows that there is memory for."""
         length = self.capacity if self.rows is None else self.rows
@@ -112,9 +141,8 @@ class Table:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the rows, and of the ids of a dynamic table."""
-        of_map = map_nbytes(self.policy, self.length) if self.rows is None else 0
-        return self.length * self.dim * self.dtype.itemsize + of_map
+        """The bytes of the rows."""
+        return self.length * self.dim * self.dtype.itemsize
 
     @property
     def state_nbytes(self) -> int:
@@ -122,19 +150,59 @@ class Table:
         rule = self.optimizer
         return self.length * (len(rule.per_row) + self.dim * len(rule.per_element)) * self.dtype.itemsize
 
+    @property
+    def beside_nbytes(self) -> int:
+        """The bytes of memory beside them: of the ids of a dynamic table, and of what is known of each row."""
+        if self.rows is None:
+            return map_nbytes(self.policy, self.length)
+        return self.length * LazyRows.NBYTES_PER_ROW if self.is_lazy else 0
 
-def check_memory(tables: Mapping[str, Table]) -> None:
-    """Raise MemoryError if tables and their state do not fit the memory that is available."""
-    wanted = sum(table.nbytes + table.state_nbytes for table in tables.values())
-    available = available_bytes()
+
+def check_room(tables: Mapping[str, Table]) -> None:
+    """Check that tables and their state fit the memory and the disks that they are to be in.
+
+    Raises:
+        ValueError: Files of tables cannot be in a directory.
+        MemoryError: There is not enough memory.
+        UnisonoError: There is not enough room on a disk.
+    """
+    of_disks: dict[int, list[str]] = {}
+    in_memory: dict[str, int] = {}
+    for name, table in tables.items():
+        in_memory[name] = table.beside_nbytes
+        if table.directory is not None:
+            check_directory(directory := Path(table.directory))
+            of_disks.setdefault(directory.stat().st_dev, []).append(name)
+        if table.directory is None or file_system_of(directory) in _IN_MEMORY:
+            in_memory[name] += table.nbytes + table.state_nbytes
+    _check_memory(tables, in_memory)
+    for names in of_disks.values():
+        directory = Path(tables[names[0]].directory or "")
+        wanted, free = sum(tables[name].nbytes + tables[name].state_nbytes for name in names), free_bytes(directory)
+        if wanted > free:
+            raise UnisonoError(
+                f"the rows and the state of {' and '.join(map(repr, names))} take {wanted / 1e9:.3g} GB in "
+                f"{directory}, where {free / 1e9:.3g} GB are free. Make room, or give a folder on another disk."
+            )
+
+
+def _check_memory(tables: Mapping[str, Table], in_memory: Mapping[str, int]) -> None:
+    wanted, available = sum(in_memory.values()), available_bytes()
     if available is None or wanted <= available:
         return
-    name, largest = max(tables.items(), key=lambda item: item[1].nbytes + item[1].state_nbytes)
+    name = max(in_memory, key=lambda each: in_memory[each])
+    largest = tables[name]
+    if largest.directory is not None:
+        raise MemoryError(
+            f"the tables take {wanted / 1e9:.3g} GB of memory, and {available / 1e9:.3g} GB are available. Table "
+            f"{name!r} takes {in_memory[name] / 1e9:.3g} GB of it for what is known of each of its {largest.length} "
+            "rows, beside its file. Take fewer rows, or a machine with more memory."
+        )
     rule = largest.optimizer
     remedy = "RowwiseAdagrad, which keeps one number for each row" if rule.per_element else "a machine with more memory"
     raise MemoryError(
         f"the tables take {wanted / 1e9:.3g} GB, and {available / 1e9:.3g} GB of memory are available. Table {name!r}, "
-        f"{largest.length} rows × {largest.dim}, takes {largest.nbytes / 1e9:.3g} GB, and "
+        f"{largest.length} rows × {largest.dim}, takes {(largest.nbytes + largest.beside_nbytes) / 1e9:.3g} GB, and "
         f"{largest.state_nbytes / 1e9:.3g} GB for the state of {type(rule).__name__}. Take fewer rows, a smaller dim, "
-        f"or {remedy}."
+        f"{remedy}, or directory=, a folder for rows and state."
     )

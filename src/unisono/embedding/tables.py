@@ -12,7 +12,7 @@ from torch import nn
 from unisono.embedding.serving import ServerCounts, Serving, serving_for
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
-from unisono.embedding.table_settings import Table, check_memory
+from unisono.embedding.table_settings import Table, check_room
 from unisono.text import a_type
 
 __all__ = ["Tables", "dense_parameters", "lagging", "optimizer_of", "serving_in", "settle", "tables_in"]
@@ -25,7 +25,8 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
     A Trainer updates tables in the same step as the rest of the model. In a loop of your own, call `step` and
     `zero_grad` beside those of your optimizer, which gets `dense_parameters(model)`.
 
-    Rows begin as those of nn.Embedding do, from torch's generator. A dynamic table takes its seed from there.
+    Rows begin as those of nn.Embedding do, from torch's generator. A dynamic table, and one with `init_std`, takes its
+    seed from there.
 
     Args:
         tables: The settings of each table, by name.
@@ -38,6 +39,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
     Raises:
         TypeError, ValueError: They are no settings, or there are none; or the servers are not those of the job.
         MemoryError: They do not fit the memory that is available. Nothing has been allocated.
+        UnisonoError: They do not fit the disk of their directory.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
                     "without dots"
                 )
         self._serving = serving_for(tables, servers, consistency, placement, os.environ)
-        check_memory(tables)
+        check_room(tables)
         super().__init__()
         # Not by add_module, which refuses the names of this class's attributes: a table may be called "items".
         self._modules |= {
@@ -175,4 +177,5 @@ def optimizer_of(modules: Iterable[RowTable | BagTable]) -> TableOptimizer:
     """Return an optimizer of tables."""
     modules = [*modules]
     maps = {module.weight: module.rows for module in modules if module.rows is not None}
-    return TableOptimizer([(module.weight, module.table.optimizer) for module in modules], maps=maps)
+    files = {module.weight: module.file for module in modules if module.file is not None}
+    return TableOptimizer([(module.weight, module.table.optimizer) for module in modules], maps=maps, files=files)

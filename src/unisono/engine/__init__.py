@@ -6,6 +6,7 @@ from unisono.engine.consistency import ConsistencyCheck, StepDescription
 from unisono.engine.joint_optimizer import JointOptimizer, parts_of, trained_by
 from unisono.engine.node_sums import drop
 from unisono.engine.selection import EngineFactory, EngineKind, select_engines
+from unisono.engine.shared import files_of, share_files
 from unisono.engine.step_transaction import STEP_UNDONE, StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import check_trained
@@ -27,7 +28,9 @@ __all__ = [
     "WeightWrites",
     "check_trained",
     "drop",
+    "files_of",
     "parts_of",
     "select_engines",
+    "share_files",
     "trained_by",
 ]

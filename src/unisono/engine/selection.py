@@ -27,6 +27,7 @@ from unisono.engine.shared import (
     SharedParameters,
     SharedRuntime,
     copy_state,
+    files_of,
     is_divisible,
 )
 from unisono.engine.trainable import sharing_obstacle
@@ -74,7 +75,7 @@ class EngineFactory:
             self.comparison = comparison = SharedConsistencyCheck(runtime, counts_attempts=shares)
             if shares:
                 self._loads = LoadStateDictHook(modules)
-                self._shared = runtime, SharedParameters(runtime, self._loads), comparison
+                self._shared = runtime, SharedParameters(runtime, self._loads, files_of(modules).values()), comparison
         elif world.group is not None:
             self.comparison = GroupConsistencyCheck(world)
 

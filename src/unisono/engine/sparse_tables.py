@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from unisono.embedding.row_map import RowMap
+from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.row_sums import SummedRows, add_row_gradients, row_gradient, rows_of
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.all_gather_v import AllGatherV, next_part
@@ -90,7 +90,7 @@ def _check(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
         )
 
 
-def maps_of(optimizer: Optimizer, tables: Trained) -> dict[int, RowMap]:
+def maps_of(optimizer: Optimizer, tables: Trained) -> dict[int, LocatedRows]:
     """Return the rows of the dynamic tables among some tables, by number among these."""
     maps = {
         p: rows for part in parts_of(optimizer) if isinstance(part, TableOptimizer) for p, rows in part.maps.items()
@@ -119,7 +119,7 @@ class TableSums:
         rank: int = 0,
         all_gather: AllGatherV | None = None,
         divided: Collection[int] = (),
-        maps: Mapping[int, RowMap] | None = None,
+        maps: Mapping[int, LocatedRows] | None = None,
     ) -> None:
         self.tables, self.divided, self._maps = tables, frozenset(divided), maps or {}
         self.exist = bool(tables.names)

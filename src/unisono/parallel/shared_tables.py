@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from unisono.collectives.world import World
 from unisono.embedding.tables import Tables
-from unisono.engine import select_engines
+from unisono.engine import files_of, select_engines, share_files
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import StepDescription
 from unisono.engine.step_transaction import StepTransaction
@@ -46,11 +46,15 @@ class SharedTables:
         named = {name: p for name, p in tables.named_parameters() if p.requires_grad}
         self._trained = Trained(tuple(named), tuple(named.values()))
         optimizer = tables.optimizer
+        share_files(world, [tables], [optimizer])
+        files = files_of([tables]).values()
         factory = select_engines(
             "shared", world, [tables], [optimizer], virtual_ranks=world.size, overlap=False, protect=False
         )
         if world.group is not None:
             for tensor in tables.state_dict(keep_vars=False).values():
+                if any(file.has(tensor) for file in files):
+                    continue
                 dist.broadcast(tensor, 0, group=world.group)
         self._comparison, self._engine = factory.comparison, factory.engine(optimizer)
         self._transaction = StepTransaction()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ from unisono.state.tensor_file import TensorFile
 __all__ = ["read_checkpoint"]
 
 
-def read_checkpoint(path: Path, *, groups: Collection[str] | None) -> tuple[dict[str, dict[str, Tensor]], Json]:
+def read_checkpoint(
+    path: Path, *, groups: Collection[str] | None, into: Mapping[tuple[str, str], Tensor] | None = None
+) -> tuple[dict[str, dict[str, Tensor]], Json]:
     """Return the tensors of a checkpoint by group and name, and its document.
 
     Memory: that of the tensors; each is read directly into its final memory.
@@ -32,6 +34,7 @@ def read_checkpoint(path: Path, *, groups: Collection[str] | None) -> tuple[dict
     Args:
         path: The folder of the checkpoint.
         groups: The groups of tensors to read, if the checkpoint has them. None: all.
+        into: Memory for some tensors; see `CheckpointStore.load`.
 
     Raises:
         CorruptCheckpointError: A file is damaged; the message names it, with expected and found values.
@@ -55,7 +58,7 @@ def read_checkpoint(path: Path, *, groups: Collection[str] | None) -> tuple[dict
 
     document = values(STATE, lambda read, nbytes: json.loads(read_bytes(read, nbytes)))
     found = {
-        group: values(group + SUFFIX, partial(read_tensors, described=described))
+        group: values(group + SUFFIX, partial(read_tensors, described=described, into=_of_group(into, group)))
         for group, described in manifest.groups.items()
         if groups is None or group in groups
     }
@@ -64,10 +67,14 @@ def read_checkpoint(path: Path, *, groups: Collection[str] | None) -> tuple[dict
             name = base_name(group) + SUFFIX
             base = TensorFile(path / name, entry=entries[name], described=described["base"]["described"])
             try:
-                found[group] = apply_increment(stored, described["base"], base)
+                found[group] = apply_increment(stored, described["base"], base, into=_of_group(into, group))
             except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
                 raise CorruptCheckpointError(
                     f"{path / name} does not hold the rows that its manifest describes: "
                     f"{type(error).__name__}: {error}. Take an older checkpoint."
                 ) from error
     return found, document
+
+
+def _of_group(tensors: Mapping[tuple[str, str], Tensor] | None, group: str) -> dict[str, Tensor]:
+    return {name: tensor for (of, name), tensor in (tensors or {}).items() if of == group}

@@ -152,10 +152,12 @@ class CheckpointStore:
     def _increment(self, group: str, tensors: Mapping[str, Tensor], work: CheckpointWork) -> Increment | None:
         """Return what a group has changed since its base, which is then in the new folder; None to store all of it."""
         base = self._bases.get(group)
-        increment = None if base is None else find_increment(tensors, base)
-        if base is None or increment is None:
+        if base is None:
             return None
         work.begin()
+        increment = find_increment(tensors, base, work.path)
+        if increment is None:
+            return None
         try:
             os.link(base.path, work.path / (base_name(group) + SUFFIX))
         except OSError:  # a file system without hard links, or the base has been deleted
@@ -292,7 +294,13 @@ class CheckpointStore:
             with CheckedFile(info.path / entry.name, entry) as file:
                 file.finish()
 
-    def load(self, info: CheckpointInfo, *, groups: Collection[str] | None = None) -> Loaded:
+    def load(
+        self,
+        info: CheckpointInfo,
+        *,
+        groups: Collection[str] | None = None,
+        into: Mapping[tuple[str, str], Tensor] | None = None,
+    ) -> Loaded:
         """Return a checkpoint's values, and compare every byte's hash with its manifest in the same pass.
 
         Memory: that of the tensors; each is read directly into its final memory.
@@ -300,24 +308,30 @@ class CheckpointStore:
         Args:
             info: The checkpoint.
             groups: The groups of tensors to read, if the checkpoint has them. None: all.
+            into: Memory for some tensors by group and name, which is used if its type and shape are right. If this
+                raises, it may have been written.
 
         Raises:
             CorruptCheckpointError: A file is damaged; the message names it, with expected and found values.
         """
-        return Loaded(info, *read_checkpoint(info.path, groups=groups))
+        return Loaded(info, *read_checkpoint(info.path, groups=groups, into=into))
 
     def load_newest(
-        self, *, groups: Collection[str] | None = None
+        self,
+        *,
+        groups: Collection[str] | None = None,
+        into: Mapping[tuple[str, str], Tensor] | None = None,
     ) -> tuple[Loaded | None, builtins.list[CorruptCheckpointError]]:
         """Return the newest checkpoint that is not damaged, and the errors of all newer ones.
 
         (None, []) means that there is no checkpoint; (None, errors) that all are damaged, which a caller should not
-        mistake for a fresh start. Cost: reads each checkpoint up to the first good one, once. `groups`: see `load`.
+        mistake for a fresh start. Cost: reads each checkpoint up to the first good one, once. `groups` and
+        `into`: see `load`.
         """
         errors: list[CorruptCheckpointError] = []
         for info in self.list():
             try:
-                return self.load(info, groups=groups), errors
+                return self.load(info, groups=groups, into=into), errors
             except CorruptCheckpointError as error:
                 errors.append(error)
         return None, errors

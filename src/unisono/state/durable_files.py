@@ -19,6 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
+from unisono.machine import read_ahead
 from unisono.state.digest import exact, memory
 from unisono.state.regions import CHUNK, FileEntry, Region, RegionHashes, chunks, region_nbytes
 from unisono.state.safetensors_format import FilePart
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 # From linux/fcntl.h and linux/fs.h.
+_AHEAD_NBYTES = 8 << 20
+"""The bytes of a tensor that are asked for together, if it is in a mapped file."""
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -57,10 +60,19 @@ def write_file(path: Path, pieces: list[FilePart]) -> FileEntry:
     nbytes = 0
     with path.open("xb") as file:
         for piece in pieces:
-            view = memoryview(piece) if isinstance(piece, bytes) else memory(exact(piece[1], piece[0]))
+            plain = None
+            if isinstance(piece, bytes):
+                view = memoryview(piece)
+            else:
+                plain = exact(piece[1], piece[0])
+                view = memory(plain)
+            done = 0
             for chunk in chunks(view, hashes):
+                if plain is not None and len(view) > _AHEAD_NBYTES and done % _AHEAD_NBYTES < len(chunk):
+                    read_ahead(plain.data_ptr() + done, min(2 * _AHEAD_NBYTES, len(view) - done))
                 file.write(chunk)
                 hashes.add(chunk)
+                done += len(chunk)
             nbytes += len(view)
         file.flush()
         os.fsync(file.fileno())

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
+from unisono.machine import read_ahead
+from unisono.shm.unnamed_file import reserve, unnamed_file
 from unisono.state.codec import Json
 from unisono.state.durable_files import nbytes_of
 from unisono.state.regions import FileEntry
-from unisono.state.safetensors_format import tied_names
+from unisono.state.safetensors_format import memory_for, tied_names
 from unisono.state.tensor_file import TensorFile, TensorRange
 
 __all__ = ["BaseFile", "Increment", "apply_increment", "base_name", "find_increment", "is_sound"]
@@ -28,6 +30,7 @@ __all__ = ["BaseFile", "Increment", "apply_increment", "base_name", "find_increm
 _LEAST_NBYTES = 1 << 20
 """Smaller tensors are stored whole."""
 _READ_NBYTES = 8 << 20
+_MOST_NBYTES = 64 << 20
 _SAMPLE = 16
 """Rows that are compared first: if most of them differ, so do most of the tensor, and the rest is not read."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,16 +63,18 @@ def base_name(group: str) -> str:
     return f"{group}-base"
 
 
-def find_increment(tensors: Mapping[str, Tensor], base: BaseFile) -> Increment | None:
+def find_increment(tensors: Mapping[str, Tensor], base: BaseFile, folder: Path) -> Increment | None:
     """Return what has changed since a base; None if the whole group is to be stored, as a new base.
 
     That is so if the rows that have changed are half of it, if the increments since the base take more space than it,
     or if the base cannot be read. So over time, increments at most double what a run writes for its bases. Memory: the
-    changed rows, and 8 MiB.
+    numbers of changed rows, 8 bytes each, and up to 64 MiB of these rows; more of them are in a file without a name,
+    where the file system has such files.
 
     Args:
         tensors: The tensors of the group by name.
         base: Its base.
+        folder: Where that file is made.
     """
     tied = tied_names(tensors)
     stored: dict[str, Tensor] = {}
@@ -88,7 +93,7 @@ def find_increment(tensors: Mapping[str, Tensor], base: BaseFile) -> Increment |
             if changed is None:
                 stored[name] = tensor
             else:
-                stored[name], stored[_numbers(name)] = tensor[changed], changed
+                stored[name], stored[_numbers(name)] = _rows_of(tensor, changed, folder), changed
                 rows[name] = len(tensor)
                 nbytes += stored[_numbers(name)].nbytes
             nbytes += nbytes_of([(name, stored[name])]) if name not in tied else 0
@@ -101,13 +106,20 @@ def find_increment(tensors: Mapping[str, Tensor], base: BaseFile) -> Increment |
     return Increment(stored, {"described": base.described, "names": [*tensors], "rows": rows, "aliases": aliases})
 
 
-def apply_increment(stored: Mapping[str, Tensor], notes: Mapping[str, Any], base: TensorFile) -> dict[str, Tensor]:
+def apply_increment(
+    stored: Mapping[str, Tensor],
+    notes: Mapping[str, Any],
+    base: TensorFile,
+    *,
+    into: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Return the tensors of a group from its increment and its base.
 
     Args:
         stored: The tensors of the increment.
         notes: Those of the manifest.
         base: The base; what is read of it is compared with its hashes.
+        into: Memory for some of them by name; see `read_tensors`.
 
     Raises:
         CorruptCheckpointError: The base is damaged.
@@ -122,7 +134,7 @@ def apply_increment(stored: Mapping[str, Tensor], notes: Mapping[str, Any], base
             found[name] = stored[name]
             continue
         values, form = stored[name], base.forms[name]
-        whole = torch.empty((notes["rows"][name], *form.shape[1:]), dtype=form.dtype)
+        whole = memory_for(name, (notes["rows"][name], *form.shape[1:]), form.dtype, into)
         base.read([TensorRange(name, 0, whole[: len(form)])])
         whole[stored[_numbers(name)]] = values
         found[name] = whole
@@ -174,9 +186,29 @@ def _changed_rows(file: TensorFile, name: str, tensor: Tensor) -> Tensor | None:
     found = []
     for start in range(0, count, together):
         before = part[: min(together, count - start)]
+        ahead = tensor[start : min(start + 2 * together, count)]
+        read_ahead(ahead.data_ptr(), ahead.nbytes)
         file.read([TensorRange(name, start * row, before)])
         found.append(_differing(before, tensor[start : start + len(before)]) + start)
     return torch.cat([*found, torch.arange(count, len(tensor))])
+
+
+def _rows_of(tensor: Tensor, which: Tensor, folder: Path) -> Tensor:
+    """Return some rows of a tensor: if they are many, in a mapped file, so that they need not fit into memory."""
+    shape, nbytes = (len(which), *tensor.shape[1:]), len(which) * tensor[:1].nbytes
+    if nbytes <= _MOST_NBYTES:
+        return tensor[which]
+    try:
+        segment = unnamed_file(folder, nbytes)
+    except OSError:  # a file system that has none
+        return tensor[which]
+    try:
+        reserve(segment)
+    except OSError:
+        return tensor[which]
+    finally:
+        segment.close_descriptor()
+    return torch.index_select(tensor.detach(), 0, which, out=segment.tensor(0, shape, tensor.dtype))
 
 
 def _differing(first: Tensor, second: Tensor) -> Tensor:

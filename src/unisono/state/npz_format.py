@@ -5,7 +5,7 @@ The format of arrays: https://numpy.org/doc/stable/reference/generated/numpy.lib
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import BinaryIO
 from zipfile import ZIP_STORED, ZipFile
 
@@ -20,18 +20,22 @@ _TYPES = {torch.float32: "<f4", torch.float64: "<f8", torch.int32: "<i4", torch.
 _MAGIC, _ALIGNMENT, _LENGTH_NBYTES = b"\x93NUMPY\x01\x00", 64, 2
 
 
-def write_arrays(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
+def write_arrays(
+    file: BinaryIO, forms: Mapping[str, Tensor], chunks: Mapping[str, Callable[[], Iterable[Tensor]]]
+) -> None:
     """Write tensors by name, uncompressed. Copies nothing.
 
     Args:
         file: A file that is open for writing.
-        tensors: Contiguous tensors on the CPU, of float32, float64, int32 or int64.
+        forms: Tensors of their types and shapes, which need no values: float32, float64, int32 or int64.
+        chunks: By name, a function that returns the rows in order, as contiguous tensors on the CPU.
     """
     with ZipFile(file, "w", ZIP_STORED) as archive:
-        for name, tensor in tensors.items():
+        for name, form in forms.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                entry.write(array_header(tensor))
-                entry.write(memory(tensor))
+                entry.write(array_header(form))
+                for chunk in chunks[name]():
+                    entry.write(memory(chunk))
 
 
 def array_header(tensor: Tensor) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,6 +29,7 @@ __all__ = [
     "StoredTensor",
     "encode_header",
     "lay_out",
+    "memory_for",
     "original_types",
     "parse_header",
     "plan_file",
@@ -174,7 +175,11 @@ def type_name(dtype: torch.dtype) -> str | None:
 
 
 def read_tensors(
-    read: Callable[[memoryview], None], nbytes: int, described: Mapping[str, Any] | None
+    read: Callable[[memoryview], None],
+    nbytes: int,
+    described: Mapping[str, Any] | None,
+    *,
+    into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Return the tensors of a file by name; of one that `plan_file` planned, in the order of `plan_file`'s argument.
 
@@ -185,6 +190,7 @@ def read_tensors(
         read: Fills a view with the next bytes of the file.
         nbytes: The size of the file.
         described: The description that `plan_file` returned with the parts. None: the file may have another writer.
+        into: Memory for some of them by name, which is used if its type and shape are right.
 
     Raises:
         ValueError, KeyError, TypeError or AttributeError: The bytes are not such a file.
@@ -192,9 +198,17 @@ def read_tensors(
     stored, notes = parse_header(read, nbytes, ordered=described is None)
     tensors: dict[str, Tensor] = {}
     for name, each in stored.items():
-        tensors[name] = torch.empty(each.shape, dtype=each.dtype)
+        tensors[name] = memory_for(name, each.shape, each.dtype, into)
         read(memory(tensors[name]))
     return original_types(tensors, notes, described)
+
+
+def memory_for(name: str, shape: Sequence[int], dtype: torch.dtype, into: Mapping[str, Tensor] | None) -> Tensor:
+    """Return the memory that a tensor is to be read into, if it is right for it, and otherwise new memory."""
+    given = None if into is None else into.get(name)
+    if given is not None and given.dtype == dtype and [*given.shape] == [*shape] and given.is_contiguous():
+        return given
+    return torch.empty(shape, dtype=dtype)
 
 
 class StoredTensor(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -30,7 +30,12 @@ _MESSAGE_NBYTES = 1 << 20
 
 
 def broadcast_groups(
-    world: World, make: Callable[[], tuple[dict[str, Any], TensorGroups]], *, source: int = 0, wanted: bool = True
+    world: World,
+    make: Callable[[], tuple[dict[str, Any], TensorGroups]],
+    *,
+    source: int = 0,
+    wanted: bool = True,
+    apart: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> tuple[dict[str, Any], TensorGroups]:
     """Return on every rank the document and the tensors that `make` returns on one rank. Every rank must call it.
 
@@ -43,7 +48,10 @@ def broadcast_groups(
             once.
         source: That rank.
         wanted: False on a rank that needs no tensors; it gets none.
+        apart: By group and name, tensors of this rank in memory that all ranks share: those that `make` returns of the
+            same names, types and shapes are the same memory. They are not sent.
     """
+    apart = apart or {}
     groups: TensorGroups = {}
 
     def describe() -> bytes:
@@ -61,6 +69,10 @@ def broadcast_groups(
         if owner == name
     ]
     received: TensorGroups = {}
+    for each in [each for each in sent if _is_like(apart.get((each.group, each.name)), each)]:
+        sent.remove(each)
+        if wanted:
+            received.setdefault(each.group, {})[each.name] = apart[each.group, each.name]
     sizes = [Item(align_up(each.nbytes, WIRE_NBYTES)) for each in sent]
     for numbers in group_by_size(sizes, limit_nbytes=_MESSAGE_NBYTES):
         together = [sent[number] for number in numbers]
@@ -89,6 +101,10 @@ class _Sent(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
+
+
+def _is_like(tensor: Tensor | None, sent: _Sent) -> bool:
+    return tensor is not None and tensor.dtype == sent.dtype and [*tensor.shape] == sent.shape
 
 
 def _broadcast(world: World, tensors: list[Tensor], *, source: int, is_source: bool) -> None:

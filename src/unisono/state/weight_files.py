@@ -11,26 +11,26 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
-from unisono.state.digest import check_storable, copy_each
+from unisono.state.digest import check_storable, copy_each, memory
 from unisono.state.durable_files import flush_folder, make_folder, open_file, remedy, write_file
 from unisono.state.npz_format import write_arrays
 from unisono.state.regions import CHUNK
-from unisono.state.safetensors_format import plan_file, read_tensors
+from unisono.state.safetensors_format import lay_out, plan_file, read_tensors
 from unisono.state.temporary_paths import temporary_path
 from unisono.state.tensor_file import TensorFile
 from unisono.text import a_type
 
-__all__ = ["SUFFIXES", "open_weights", "read_weights", "write_rows", "write_weights"]
+__all__ = ["SUFFIXES", "RowColumn", "open_weights", "read_weights", "write_rows", "write_weights"]
 
 SUFFIXES = {".safetensors": True, ".pt": False, ".pth": False, ".bin": False}
 """By the suffix of a file's name, True for safetensors and False for a file of torch.save."""
@@ -194,23 +194,38 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], others: Mapping[str
             os.fsync(file.fileno())
 
 
-def write_rows(path: Path, tensors: Mapping[str, Tensor]) -> None:
+class RowColumn(NamedTuple):
+    """A tensor that is made while it is written, in chunks of rows."""
+
+    form: Tensor
+    """Of its type and shape; float32, float64, int32 or int64. It needs no values."""
+    chunks: Callable[[], Iterator[Tensor]]
+    """Returns the rows, in order, as contiguous tensors on the CPU."""
+
+
+def write_rows(path: Path, columns: Mapping[str, RowColumn]) -> None:
     """Write the rows of a table, as `write_weights` writes weights, into a file for safetensors or for numpy.load.
+
+    Memory: a chunk.
 
     Args:
         path: The file: .safetensors or .npz.
-        tensors: Contiguous tensors on the CPU, of float32, float64, int32 or int64.
+        columns: Its tensors by name.
 
     Raises:
         CheckpointError: The file cannot be written.
     """
     with _replacing(path) as work:
-        if path.suffix != ".npz":
-            _write_safetensors(path, tensors, work)
-            return
+        forms = {name: column.form for name, column in columns.items()}
         make_folder(path.absolute().parent)
         with work.open("xb") as file:
-            write_arrays(file, tensors)
+            if path.suffix == ".npz":
+                write_arrays(file, forms, {name: column.chunks for name, column in columns.items()})
+            else:
+                layout = lay_out(forms, {}, path.stem)
+                file.write(layout.header)
+                for name in layout.starts:
+                    file.writelines(map(memory, columns[name].chunks()))
             file.flush()
             os.fsync(file.fileno())
 

@@ -21,6 +21,7 @@ from unisono.engine import (
     EngineFactory,
     StepDescription,
     WeightWrites,
+    share_files,
 )
 from unisono.engine.description import (
     check_equal_documents,
@@ -73,7 +74,7 @@ from unisono.trainer.staged_state import StagedState
 from unisono.trainer.step import StepRunner
 from unisono.trainer.step_clock import StepClock
 from unisono.trainer.step_runners import Engines, engines_of_layout, engines_of_run, make_runners
-from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, with_tables
+from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, tensors_in_files, with_tables
 
 __all__ = ["TrainedModels", "TrainerParts", "assemble"]
 
@@ -209,7 +210,9 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     policy = settings.checkpoints
     if policy.incremental is None:
         policy = replace(policy, incremental=bool(tables_in(modules.values())))
-    keeper = Checkpointing(settings.directory, policy, world)
+    share_files(world, modules.values(), optimizers.values())
+    apart = tensors_in_files(modules, optimizers)
+    keeper = Checkpointing(settings.directory, policy, world, apart)
     position = recovery.position
     found = None if position is not None else keeper.find(settings.resume, in_parts=isinstance(cut, DividedModel))
     source = None if found is None else found.source
@@ -244,6 +247,11 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         single = check_workers(settings.sync, modules, optimizers, named_optimizers(optimizer))
         workers = Workers(settings.sync, single, world, virtual_ranks=settings.virtual_ranks)
     base = select()
+    if apart and world.group is not None and not base.shares:
+        raise ValueError(
+            f"{next(iter(apart))[1]!r} is a table with directory=, whose file ranks share, and these share no weights "
+            f'(engine="{settings.engine}"). Give CPU ranks of one host engine="auto", or leave directory= out.'
+        )
     base.workers = workers
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
     engines, buffers = engines_of_layout(base, settings, world, modules, cut)
@@ -285,7 +293,12 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if position is not None:
         cursor, history = position.cursor, EvaluationHistory.restored(position.evaluations)
     elif found is None or source is None:
-        check_equal_values(world, modules, optimizers, compared=built_tensors(modules))
+        check_equal_values(
+            world,
+            modules,
+            optimizers,
+            compared=built_tensors(modules) | {name for group, name in apart if group == "model"},
+        )
     else:
         if found.checkpoint is None:
             if isinstance(cut, DividedModel):

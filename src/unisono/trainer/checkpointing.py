@@ -7,7 +7,7 @@ the ranks of a divided run write their parts there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,10 +36,24 @@ Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 
 
 class Checkpointing:
-    """Reads and writes the checkpoints of one run. Without a directory it does nothing."""
+    """Reads and writes the checkpoints of one run. Without a directory it does nothing.
 
-    def __init__(self, directory: Path | None, policy: Checkpoints, world: World) -> None:
-        self._policy, self._world = policy, world
+    Args:
+        directory: The directory.
+        policy: When to save.
+        world: The ranks.
+        apart: By group and name, tensors in files, which are too large to be copied: checkpoints are read into them,
+            and ranks wait while they are written.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        policy: Checkpoints,
+        world: World,
+        apart: Mapping[tuple[str, str], Tensor] | None = None,
+    ) -> None:
+        self._policy, self._world, self._apart = policy, world, apart or {}
         self._directory = None if directory is None else RunDirectory(directory, incremental=bool(policy.incremental))
         self._writer: BackgroundWriter | None = None
         self._best: BestCheckpoint | None = None
@@ -64,7 +78,9 @@ class Checkpointing:
             if resume == "must":
                 raise ValueError('resume="must" needs the directory of the run: pass directory=...')
             return None
-        return find(self._world, directory.path, directory.store, directory.lock, resume, in_parts=in_parts)
+        return find(
+            self._world, directory.path, directory.store, directory.lock, resume, in_parts=in_parts, apart=self._apart
+        )
 
     @property
     def store(self) -> CheckpointStore | None:
@@ -217,7 +233,7 @@ class Checkpointing:
     def submit(self, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a checkpoint as `save` does, but keep a listener's exception for later."""
         self.hold()
-        if self._writer is not None:
+        if self._writer is not None and self._directory is not None:
             error = self._wait()
             if error is not None:
                 self._warn(f"checkpoint not written: {error}")
@@ -225,7 +241,11 @@ class Checkpointing:
             if self._best is not None:
                 self._best.writing(place[2])
             self._is_written = False
-            self._writer.submit(place[2], groups, document)
+            if self._apart:
+                self._writer.start(place[2], partial(self._directory.store.write, place[2], groups, document))
+                self._writer.join()
+            else:
+                self._writer.submit(place[2], groups, document)
         self._last, self._last_s = place, time.monotonic()
 
     def save_parts(

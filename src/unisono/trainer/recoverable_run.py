@@ -20,6 +20,7 @@ from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.rank_positions import Position
 from unisono.trainer.snapshot import Cursor, facts_of
+from unisono.trainer.table_optimizers import tensors_in_files
 from unisono.watch import EventLog
 
 __all__ = ["RecoverableRun"]
@@ -112,7 +113,9 @@ class RecoverableRun:
 
     def send_state(self, source: int, *, wanted: bool, keeps_objects: bool) -> None:
         """Send the state of one rank to those that want it; see `recoverable.Recoverable`."""
-        document, groups = broadcast_groups(self.world, self._capture, source=source, wanted=wanted)
+        subjects = self._parts.subjects
+        apart = tensors_in_files(subjects.modules, subjects.optimizers)
+        document, groups = broadcast_groups(self.world, self._capture, source=source, wanted=wanted, apart=apart)
         self._parts.state.heed(document["state"])
         cursor = None
         if wanted:

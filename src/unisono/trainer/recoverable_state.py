@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from unisono.collectives.world import World
-from unisono.engine import BufferTransaction, EngineFactory, StepTransaction
+from unisono.engine import BufferTransaction, EngineFactory, StepTransaction, share_files
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedEngineFactory
 from unisono.state.tensor_groups import TensorGroups
@@ -129,6 +129,8 @@ class WholeState:
         self._run.world.renew(world)
         former = self.engines
         former.close()
+        # Before there are engines: a rank that has come in the place of another takes the files of the others.
+        share_files(world, self._subjects.modules.values(), self._subjects.optimizers.values())
         self.engines = self._select()
         if isinstance(former, EngineFactory) and world.size > 1 and not self.engines.shares:
             former.make_private()  # ranks of other hosts have come, which share no memory

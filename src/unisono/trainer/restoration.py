@@ -17,6 +17,7 @@ from unisono.engine.model_contents import named_parameters, parameter_names
 from unisono.engine.norm import dense_strides
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode
+from unisono.state.digest import same_memory
 from unisono.trainer.hyperparameters import given_by, overruled, settings_of
 from unisono.trainer.modules import name_of_parameter
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
@@ -47,7 +48,8 @@ def restore(
             for name, (module, buffer, device) in comparison.unfilled.items():
                 module._buffers[buffer] = groups["model"][name].to(device, copy=True)
             for name, tensor in comparison.own.items():
-                tensor.copy_(groups["model"][name])
+                if same_memory(tensor) != same_memory(groups["model"][name]):  # a table in a file is read into it
+                    tensor.copy_(groups["model"][name])
             for name, tensor in comparison.averages.items():
                 tensor.copy_(groups["ema"][name])
         for key, optimizer in subjects.optimizers.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +48,7 @@ def find(
     resume: Resume,
     *,
     in_parts: bool = False,
+    apart: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> ResumedRun:
     """Lock the directory of a run, read its newest good checkpoint on rank 0, and send it to all ranks.
 
@@ -60,6 +61,7 @@ def find(
         lock: Its lock.
         resume: See `Trainer`.
         in_parts: Let ranks read parts, if they can.
+        apart: By group and name, memory that all ranks share: rank 0 reads these tensors into it.
 
     Raises:
         CheckpointError: On all ranks, if the directory is in use or cannot be used, if there is no checkpoint and
@@ -102,12 +104,12 @@ def find(
     def read() -> tuple[dict[str, Any], TensorGroups]:
         """Read the checkpoint on rank 0, and return a description of its content or of the error, and its tensors."""
         try:
-            return _read(directory, store, begin())
+            return _read(directory, store, begin(), apart)
         except CheckpointError as error:
             lock.release()
             return {"error": str(error)}, {}
 
-    head, groups = broadcast_groups(world, read)
+    head, groups = broadcast_groups(world, read, apart=apart)
     if "error" in head:
         raise CheckpointError(head["error"])
     return ResumedRun(head["source"], groups, head["document"], head["warnings"])
@@ -164,9 +166,9 @@ def _begin(directory: Path, store: CheckpointStore, lock: DirectoryLock, resume:
 
 
 def _read(
-    directory: Path, store: CheckpointStore, begun: _Begun
+    directory: Path, store: CheckpointStore, begun: _Begun, into: Mapping[tuple[str, str], Tensor] | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    loaded, damaged = store.load_newest()
+    loaded, damaged = store.load_newest(into=into)
     if loaded is None and damaged:
         raise _all_damaged(directory, [str(error) for error in damaged])
     if loaded is None:

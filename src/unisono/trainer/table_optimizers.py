@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from unisono.embedding.table_modules import BagTable, RowTable, match_length
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.tables import optimizer_of, tables_in
-from unisono.engine.model_contents import plain_name
+from unisono.engine.model_contents import parameter_names, plain_name
 from unisono.text import a_type
 
-__all__ = ["TABLES", "match_lengths", "refuse_averages", "refuse_tables", "with_tables"]
+__all__ = ["TABLES", "match_lengths", "refuse_averages", "refuse_tables", "tensors_in_files", "with_tables"]
 
 TABLES = "tables"
 """The name of the optimizer."""
@@ -66,11 +66,30 @@ def refuse_averages(modules: Mapping[str, nn.Module], decay: float | None) -> No
         return
     for module in tables_in(modules.values()).values():
         if module.rows is not None:
+            what, remedy = "is dynamic", "rows= in place of capacity="
+            if module.table.rows is not None:
+                what, remedy = "has init_std=", "neither init_std= nor directory="
             raise ValueError(
-                f"table {module.name!r} is dynamic, so rows come into being during the run, and ema_decay={decay} "
-                "averages what a model has from its start. Leave out ema_decay, or give the table rows= in place of "
-                "capacity=."
+                f"table {module.name!r} {what}, so rows come into being during the run, and ema_decay={decay} averages "
+                f"what a model has from its start. Leave out ema_decay, or give the table {remedy}."
             )
+
+
+def tensors_in_files(
+    modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> dict[tuple[str, str], Tensor]:
+    """Return the rows of tables in files, and the memory for their state, by group and name in a checkpoint."""
+    found: dict[tuple[str, str], Tensor] = {}
+    names = parameter_names(modules)
+    for module in tables_in(modules.values()).values():
+        if module.file is not None:
+            found["model", names[id(module.weight)]] = module.file.weight
+    single = [*optimizers] == [""]
+    for key, optimizer in optimizers.items():
+        for p, file in optimizer.files.items() if isinstance(optimizer, TableOptimizer) else ():
+            where = names[id(p)] if single else f"{key}.{names[id(p)]}"
+            found |= {("optimizer", f"{where}.{of_state}"): tensor for of_state, tensor in file.state.items()}
+    return found
 
 
 def match_lengths(modules: Mapping[str, nn.Module], saved: Mapping[str, Tensor]) -> None:

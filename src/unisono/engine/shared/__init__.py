@@ -7,6 +7,7 @@ from unisono.engine.shared.shared_all_reduce import SharedAllReduce
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_engine import SharedEngine
 from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.shared.table_files import files_of, share_files
 
 __all__ = [
     "LoadStateDictHook",
@@ -16,6 +17,8 @@ __all__ = [
     "SharedParameters",
     "SharedRuntime",
     "copy_state",
+    "files_of",
     "is_divisible",
     "is_elementwise",
+    "share_files",
 ]

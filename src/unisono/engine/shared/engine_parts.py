@@ -26,6 +26,7 @@ from unisono.engine.shared.table_servers import TableServers
 from unisono.engine.shared.update_protection import UpdateProtection
 from unisono.engine.shared.work_division import WorkDivision, divide_work
 from unisono.engine.sparse_tables import TableSums, maps_of
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayout
 
@@ -102,9 +103,22 @@ def make_parts(
         OptimizerUpdate.make(runtime, part, every, pieces, places, guests=division.guests)
         for part in parts_of(optimizer)
     ]
+    has_files = [update.share_files() for update in updates]
+    if any(has_files):
+        runtime.barrier("sharing the state of tables in files", StepTransaction())
+        for update in updates:
+            update.state.keep()
     servers = protection = None
     if serving is not None:
-        servers = TableServers(runtime, serving, tables, division=division, updates=updates, first=len(parameters))
+        servers = TableServers(
+            runtime,
+            serving,
+            tables,
+            division=division,
+            updates=updates,
+            first=len(parameters),
+            files=[*weights.files],
+        )
     if protects:
         protection = UpdateProtection(
             runtime,

@@ -59,6 +59,7 @@ class SharedState:
         parameters: All parameters.
         sharded: The optimizer of this rank's pieces.
         guests: The numbers of the parameters of which this rank is a guest.
+        in_files: By the number of a table in a file, the memory for its state there, which all ranks map.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class SharedState:
         parameters: Sequence[Tensor],
         sharded: ShardedOptimizer,
         guests: Collection[int] = (),
+        *,
+        in_files: Mapping[int, Mapping[str, Tensor]] | None = None,
     ) -> None:
         self._runtime, self._names, self._parameters = runtime, names, parameters
-        self._sharded, self._guests = sharded, guests
+        self._sharded, self._guests, self._in_files = sharded, guests, in_files or {}
         self._whole = [
             (piece.parameter, place)
             for piece, place in zip(sharded.pieces, sharded.places, strict=True)
@@ -114,7 +117,10 @@ class SharedState:
                 self._sharded.state.pop(place, None)
                 if piece.parameter not in self._guests and (state := optimizer.state.get(p)):
                     self._sharded.state[place] = {
-                        key: self._own_part(value, p, place, piece.start, piece.stop) for key, value in state.items()
+                        key: value
+                        if self._is_in_file(piece.parameter, key, value)
+                        else self._own_part(value, p, place, piece.start, piece.stop)
+                        for key, value in state.items()
                     }
         return True
 
@@ -227,20 +233,24 @@ class SharedState:
         offset, places = 0, []
         for index in sorted(everyone):
             for key, kind in everyone[index].items():
-                if kind.dtype is not None:
+                if kind.dtype is not None and key not in self._in_files.get(index, {}):
                     places.append((index, key, kind, offset))
                     offset += aligned(max(torch.Size(kind.shape).numel() * kind.dtype.itemsize, ALIGNMENT))
+        value: Any
         segment = self._runtime.segment(offset, "optimizer state")
         for index, kinds in everyone.items():
             self._entries[index] = {
                 key: StateEntry(kind, kind.constant, None) for key, kind in kinds.items() if kind.dtype is None
             }
+            for key in kinds.keys() & self._in_files.get(index, {}).keys():
+                value = self._in_files[index][key]
+                self._entries[index][key] = StateEntry(kinds[key], value, value.view(-1))
         for index, key, kind, start in places:
             assert kind.dtype is not None
             vector = segment.tensor(start, (torch.Size(kind.shape).numel(),), kind.dtype)
             p = self._parameters[index]
             strides = dense_strides(p) if kind.what == "like" else None
-            value: Any = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
+            value = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
             self._entries[index][key] = StateEntry(kind, kind.constant if kind.what == "number" else value, vector)
         self._settled = [len(self._entries[piece.parameter]) for piece in self._sharded.pieces]
 
@@ -250,7 +260,9 @@ class SharedState:
             value = state.get(key)
             if entry.vector is None or value is None:
                 continue
-            if entry.kind.what == "number":
+            if self._is_in_file(index, key, value):
+                state[key] = entry.value
+            elif entry.kind.what == "number":
                 entry.vector[0] = value
             elif entry.kind.what == "like":
                 if place is self._parameters[index]:
@@ -264,6 +276,11 @@ class SharedState:
                 # A number for all pieces is the same in each; the number of the first piece is published.
                 entry.value.copy_(value)
                 state[key] = entry.value
+
+    def _is_in_file(self, index: int, key: str, value: Any) -> bool:
+        """Return True if a value of the state is where all ranks see it, in the file of a table."""
+        memory = self._in_files.get(index, {}).get(key)
+        return memory is not None and isinstance(value, Tensor) and value.data_ptr() == memory.data_ptr()
 
     def _own_part(self, value: Any, parameter: Tensor, place: Tensor, start: int, stop: int) -> Any:
         if not isinstance(value, Tensor):

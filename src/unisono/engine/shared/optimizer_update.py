@@ -8,6 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.embedding.row_optimizers import rule_named
+from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import trained_by
 from unisono.engine.shared.optimizer_state import SharedState
@@ -44,12 +46,35 @@ class OptimizerUpdate(NamedTuple):
         sharded = ShardedOptimizer(
             optimizer, trained.parameters, [pieces[k] for k in numbers], [places[k] for k in numbers]
         )
-        state = SharedState(runtime, trained.names, trained.parameters, sharded, guests)
+        in_files = {}
+        if isinstance(optimizer, TableOptimizer):
+            numbered = {p: i for i, p in enumerate(trained.parameters)}
+            in_files = {numbered[p]: file.state for p, file in optimizer.files.items() if p in numbered}
+        state = SharedState(runtime, trained.names, trained.parameters, sharded, guests, in_files=in_files)
         return cls(optimizer, None if len(numbers) == len(pieces) else numbers, sharded, state)
 
     def adopt(self) -> bool:
         """Adopt new state of the user's optimizer; see `SharedState.adopt`. Call it before `perform`."""
         return self.state.adopt(self.optimizer)
+
+    def share_files(self) -> bool:
+        """Make the state of tables in files, unless there is some, and share it. Return True if there are such tables.
+
+        Every rank must call it, and pass a barrier before a step. So their state is never in memory of one rank alone.
+
+        Raises:
+            UnisonoError: The disk has no room for it.
+        """
+        optimizer = self.optimizer
+        if not isinstance(optimizer, TableOptimizer) or not optimizer.files:
+            return False
+        rules = {p: rule_named(group["rule"]) for group in optimizer.param_groups for p in group["params"]}
+        for p in optimizer.files:
+            if p.requires_grad:
+                optimizer.make_state(p, rules[p])
+        self.adopt()
+        self.state.settle(optimizer)
+        return True
 
     def perform(self, gradients: Sequence[Tensor | None], used: Sequence[bool], found_inf: Tensor | None) -> bool:
         """Update the pieces; return True if there may be state that not all ranks see."""

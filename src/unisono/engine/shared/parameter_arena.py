@@ -14,6 +14,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
+from unisono.embedding.table_file import TableFile
 from unisono.engine.base import Trained
 from unisono.engine.norm import dense_strides, in_memory_order
 from unisono.engine.shared.shared_runtime import SharedRuntime
@@ -126,10 +127,16 @@ class _Arena:
 
 
 class SharedParameters:
-    """The parameters that a Trainer's optimizers train, in shared memory."""
+    """The parameters that a Trainer's optimizers train, in shared memory.
 
-    def __init__(self, runtime: SharedRuntime, loads: LoadStateDictHook) -> None:
-        self._runtime = runtime
+    Args:
+        runtime: Allocates it.
+        loads: Makes `load_state_dict` write elsewhere.
+        files: Tables in files, which ranks share from the start: they are not moved.
+    """
+
+    def __init__(self, runtime: SharedRuntime, loads: LoadStateDictHook, files: Collection[TableFile] = ()) -> None:
+        self._runtime, self.files = runtime, files
         loads.is_shared = lambda p: self._address(p) == p.data_ptr()
         self._arenas: list[_Arena] = []
         self._entries: dict[int, tuple[_Arena, int]] = {}
@@ -142,7 +149,9 @@ class SharedParameters:
             trained: The parameters.
             unwatched: Those that other processes write between two steps, by `id`.
         """
-        new = [i for i, p in enumerate(trained.parameters) if self._address(p) != p.data_ptr()]
+        new = [
+            i for i, p in enumerate(trained.parameters) if self._address(p) != p.data_ptr() and not self._is_in_file(p)
+        ]
         if not new:
             return
         moved = Trained(*(tuple(of_all[i] for i in new) for of_all in trained))  # type: ignore[arg-type]
@@ -195,7 +204,7 @@ class SharedParameters:
             raise _written(name)
 
         def write(tensor: Tensor, value: Tensor) -> None:
-            if runtime.rank == 0 or tensor.data_ptr() not in addresses:
+            if runtime.rank == 0 or not (tensor.data_ptr() in addresses or self._is_in_file(tensor)):
                 tensor.copy_(value)
 
         try:
@@ -211,6 +220,9 @@ class SharedParameters:
     def _address(self, parameter: Tensor) -> int | None:
         entry = self._entries.get(id(parameter))
         return None if entry is None else entry[0].addresses[entry[1]]
+
+    def _is_in_file(self, tensor: Tensor) -> bool:
+        return any(file.has(tensor) for file in self.files)
 
     def _is_whole(self, arena: _Arena) -> bool:
         """Return True if all of its parameters are still in an arena. One that some have left is no longer checked."""

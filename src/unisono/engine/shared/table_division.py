@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.embedding.row_map import RowMap
+from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.row_sums import SummedRows, row_gradient
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.base import Trained
@@ -32,7 +32,7 @@ __all__ = ["TableDivision"]
 class _NewRows(NamedTuple):
     """Rows of one table that this rank updates, and that have no values yet."""
 
-    rows: RowMap
+    rows: LocatedRows
     table: Tensor
     ids: Tensor
     places: Tensor
@@ -58,13 +58,13 @@ class TableDivision:
         rank: int,
         size: int,
         first: int,
-        maps: Mapping[int, RowMap],
+        maps: Mapping[int, LocatedRows],
     ) -> None:
         parts = [part for part in parts_of(optimizer) if type(part) is TableOptimizer]
         by_row = {id(p) for part in parts for group in part.param_groups for p in group["params"]}
         self._size, self._first, self._maps = size, first, maps
         self._new: list[_NewRows] = []
-        self._changed: list[RowMap] = []
+        self._changed: list[LocatedRows] = []
         """The maps that an update has changed which is not committed."""
         self.divided = frozenset(i for i, p in enumerate(tables.parameters) if id(p) in by_row)
         """The tables whose rows ranks divide, by number among the tables."""

@@ -21,6 +21,7 @@ from unisono.activity import Observed, Wait
 from unisono.embedding.row_optimizers import rule_named
 from unisono.embedding.row_sums import SummedRows, row_gradient
 from unisono.embedding.serving import ServerCounts, Serving
+from unisono.embedding.table_file import TableFile
 from unisono.engine.base import Trained
 from unisono.engine.shared.optimizer_update import OptimizerUpdate
 from unisono.engine.shared.shared_runtime import SharedRuntime
@@ -74,6 +75,7 @@ class TableServers:
         division: Which rows this rank hands over.
         updates: The optimizers, which have the state.
         first: The number of the first table among all parameters.
+        files: The files of tables that are in one.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class TableServers:
         division: TableDivision,
         updates: Sequence[OptimizerUpdate],
         first: int,
+        files: Sequence[TableFile] = (),
     ) -> None:
-        self._runtime, self._serving, self._tables = runtime, serving, tables
+        self._runtime, self._serving, self._tables, self._files = runtime, serving, tables, files
         self._division, self._updates, self._first = division, updates, first
         bound = serving.consistency.bound
         self._bound = bound
@@ -225,7 +228,7 @@ class TableServers:
         numbers = {id(segment): number for number, segment in enumerate(kept)}
 
         def record(tensor: Tensor) -> TensorRecord:
-            segment = runtime.segment_of(tensor)
+            segment = self._segment_of(tensor)
             if id(segment) not in numbers:
                 numbers[id(segment)] = len(kept)
                 kept.append(segment)
@@ -241,7 +244,9 @@ class TableServers:
             )
             for i in ready
         )
-        runtime.release_segments(kept)
+        # Tables without state come into a later session.
+        later = [self._segment_of(self._tables.parameters[i]) for i in self._division.divided]
+        runtime.release_segments([*kept, *later])
         own = (os.getpid(), [segment.fd for segment in kept])
         everyone = runtime.world.gather(own, "making tables known to servers")
         segments = tuple(
@@ -267,6 +272,10 @@ class TableServers:
             SessionControl(control, **facts), own_slots, capacity, ready, self._addresses(ready), kept=[control, slots]
         )
         return self._session
+
+    def _segment_of(self, tensor: Tensor) -> Segment:
+        in_file = next((file.segment for file in self._files if file.has(tensor)), None)
+        return self._runtime.segment_of(tensor) if in_file is None else in_file
 
     def _is_ready(self, i: int) -> bool:
         """Return True if a table has state, and all of it is in memory that all ranks see."""
