@@ -48,6 +48,17 @@ def test_ranks_of_all_hosts_start_again_so_many_times_for_the_whole_job(hosts):
         assert met == [f"{rank} 0 2 1.0", f"{rank} 1 2 21.0", f"{rank} 2 2 41.0"]
 
 
+def test_hosts_with_different_flags_are_refused_and_the_host_that_differs_is_named(hosts):
+    script = write(hosts, "")
+    flags = [("--max-restarts", "1", "--hang-report", "9"), ("--max-restarts", "2", "--hang-report", "9")]
+    started = [hosts.start_rank(host, script, ranks=1, flags=flags[host]) for host in range(2)]
+    jobs = [finish(process) for process in started]
+    for job in jobs:
+        told = "hosts were started with different --max-restarts: 1 on host0 (10.97.0.1), 2 on host1 (10.97.0.2)"
+        assert job.returncode == 2 and f"{told}; start all with the same" in job.stderr, job.stderr
+        assert "met:" not in job.stdout
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_host_whose_ranks_were_done_starts_them_again(hosts, host):

@@ -174,7 +174,13 @@ class _Agent:
             from unisono.launch.hosts.host_watch import HostWatch  # noqa: PLC0415  not needed on one machine
             from unisono.launch.hosts.job_hosts import JobHosts  # noqa: PLC0415
 
-            hosts = JobHosts(self._job.hosts, self._addresses, ranks=self._job.ranks, role=self._job.role)
+            hosts = JobHosts(
+                self._job.hosts,
+                self._addresses,
+                ranks=self._job.ranks,
+                role=self._job.role,
+                flags=self._job.flags_of_all,
+            )
             stack.callback(hosts.close)
         self._server = ForkServerHandle(self._job, self._environment, hosts=hosts)
         stack.callback(self._server.close)  # after an error, too

@@ -319,6 +319,7 @@ def _join_hosts(hosts: dict[str, Any]) -> JoinedHosts:
         HostAddresses(**hosts["addresses"]),
         ranks=hosts["ranks"],
         role=hosts["role"],
+        flags=hosts["flags"],
         agent=Channel(socket.socket(fileno=hosts["link"])),
     )
 

@@ -123,6 +123,20 @@ class LaunchJob:
         """The number of ranks on all hosts, as far as it is known."""
         return self.place.world_size if self.place is not None else self.ranks
 
+    @property
+    def flags_of_all(self) -> dict[str, str]:
+        """The flags that all hosts must be given alike, since any of them may decide for all, with their values."""
+        assert self.hosts is not None
+        least, most = self.hosts.min_hosts, self.hosts.max_hosts
+        return {
+            "--nnodes": str(least) if least == most else f"{least}:{most}",
+            "--max-restarts": str(self.max_restarts),
+            "--recover": "on" if self.recover else "off",
+            "--hang-report": f"{self.hang_report_s:g}",
+            "--hang-abort": "none" if self.hang_abort_s is None else f"{self.hang_abort_s:g}",
+            "--stuck-timeout": "none" if self.stuck_timeout_s is None else f"{self.stuck_timeout_s:g}",
+        }
+
     def __post_init__(self) -> None:  # noqa: PLR0912  each setting in turn
         if self.ranks < 1:
             raise ValueError(f"ranks={self.ranks}: a job has at least one rank")

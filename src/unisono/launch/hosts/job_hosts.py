@@ -49,13 +49,16 @@ class JobHosts:
         addresses: The addresses of this host.
         ranks: The number of ranks of this host.
         role: ROLE_NAME of its ranks.
+        flags: The flags that all hosts must be given alike, with this host's values.
     """
 
-    def __init__(self, settings: HostSettings, addresses: HostAddresses, *, ranks: int, role: str) -> None:
+    def __init__(
+        self, settings: HostSettings, addresses: HostAddresses, *, ranks: int, role: str, flags: Mapping[str, str]
+    ) -> None:
         self.settings, self._addresses = settings, addresses
         ours, self._theirs = socket.socketpair()
         self.channel = Channel(ours)
-        self._ranks, self._role = ranks, role
+        self._ranks, self._role, self._flags = ranks, role, dict(flags)
         self._names: dict[str, str] = {}
         self.place: HostPlace | None = None
         """The place of this host; None before all have met."""
@@ -107,6 +110,7 @@ class JobHosts:
             "addresses": asdict(self._addresses),
             "ranks": self._ranks,
             "role": self._role,
+            "flags": self._flags,
         }
 
     @property

@@ -52,16 +52,24 @@ class HostMember:
         addresses: The addresses of this host.
         ranks: The number of ranks of this host.
         role: ROLE_NAME of these ranks.
+        flags: The flags that all hosts must be given alike, with this host's values.
         agent: The channel to the agent.
     """
 
     def __init__(
-        self, settings: HostSettings, addresses: HostAddresses, *, ranks: int, role: str, agent: Channel
+        self,
+        settings: HostSettings,
+        addresses: HostAddresses,
+        *,
+        ranks: int,
+        role: str,
+        flags: Mapping[str, str],
+        agent: Channel,
     ) -> None:
         # Its warnings are about what the agent tells in a sentence.
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         self._settings, self._addresses, self._agent = settings, addresses, agent
-        self._ranks, self._role = ranks, role
+        self._ranks, self._role, self._flags = ranks, role, flags
         self._early: queue.SimpleQueue[Message] = queue.SimpleQueue()  # from the agent, before there is a term
         self._sending = threading.Lock()
         self._changing = threading.RLock()  # held while a term begins or ends
@@ -121,7 +129,7 @@ class HostMember:
 
     def _live(self) -> None:
         try:
-            self._own = own = OwnStore(self._addresses, self._settings.token, ranks=self._ranks)
+            self._own = own = OwnStore(self._addresses, self._settings.token, ranks=self._ranks, flags=self._flags)
             meeting, admission = arrive(
                 self._settings,
                 self._addresses,

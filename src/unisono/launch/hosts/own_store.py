@@ -30,9 +30,10 @@ class OwnStore:
         addresses: The addresses of this host.
         token: The secret of the job; "" for none.
         ranks: The number of ranks of this host.
+        flags: The flags that all hosts must be given alike, with this host's values.
     """
 
-    def __init__(self, addresses: HostAddresses, token: str, *, ranks: int) -> None:
+    def __init__(self, addresses: HostAddresses, token: str, *, ranks: int, flags: Mapping[str, str]) -> None:
         if token:
             self._store = serve_store(LOOPBACK, listen(LOOPBACK, 0))
             guarded = listen(addresses.local, 0)
@@ -51,6 +52,7 @@ class OwnStore:
             "pid": os.getpid(),
             "ranks": ranks,
             "nonce": secrets.token_hex(8),
+            "flags": dict(flags),
             "versions": {
                 "unisono": version("unisono"),
                 "torch": str(torch.__version__),
