@@ -16,6 +16,7 @@ from bench import (
     exchange,
     hosts,
     kills,
+    link,
     loading,
     membership,
     permutation,
@@ -78,5 +79,6 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(
         membership, "a change of who the ranks are among up to 125 simulated hosts, beside torchrun's rendezvous"
     ),
+    _benchmark(link, "Trainer.step over two hosts on a slow link against DistributedDataParallel over gloo"),
     _benchmark(start, "unisono run against torchrun, to the first all_reduce"),
 )

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.measure import Effort, Pairs, alternate
 from bench.models import MLP_4M, MLP_25M, MLP_66K, MLP_66K_SHORT, TINY, Subject, conv_net, transformer
-from bench.ranks import run_ranks, slowest, start_together
+from bench.ranks import NOTICE_S, run_ranks, slowest, start_together
 from bench.rows import Goal, Row, summarise
 from bench.sides import ByHand, TrainerSide, check_equal
 
@@ -58,7 +58,14 @@ def _against_ddp(effort: Effort, key: str) -> list[Row]:
 
 
 def against_ddp(
-    effort: Effort, key: str, *, bench: str, engine: Literal["shared", "collective"], goal: Goal | None
+    effort: Effort,
+    key: str,
+    *,
+    bench: str,
+    engine: Literal["shared", "collective"],
+    goal: Goal | None,
+    where: str = "",
+    notice_s: float = NOTICE_S,
 ) -> Row:
     """Measure a Trainer with an engine against DDP over gloo, in a job that has its ranks. Every rank must call it."""
     subject, world_size = SUBJECTS[key](), dist.get_world_size()
@@ -76,11 +83,16 @@ def against_ddp(
     if not subject.is_random:
         check_equal(loss, sum(losses) / world_size, what=subject.name)
     pairs = in_blocks(
-        effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1], prepare=ours.take
+        effort,
+        subject.block,
+        ours=lambda: ours.step()[1],
+        peer=lambda: peer.step(ours.batch)[1],
+        prepare=ours.take,
+        notice_s=notice_s,
     )
     return summarise(
         bench,
-        f"{subject.name}, {world_size} ranks x {subject.batch_size}",
+        f"{subject.name}, {where or world_size} ranks x {subject.batch_size}",
         **pairs._asdict(),
         peer_name="DDP over gloo",
         unit="ms",
@@ -120,6 +132,7 @@ def in_blocks(
     ours: Callable[[], float],
     peer: Callable[[], float],
     prepare: Callable[[], None] = lambda: None,
+    notice_s: float = NOTICE_S,
 ) -> Pairs:
     """Measure two sides in blocks of so many steps: milliseconds of a step, until the last rank has taken it.
 
@@ -132,7 +145,7 @@ def in_blocks(
     def side(step: Callable[[], float]) -> Callable[[], float]:
         def measure() -> float:
             prepare()
-            start_together()
+            start_together(notice_s)
             for _ in range(block // 10):
                 step()
             return sum(step() for _ in range(block)) / block

@@ -56,6 +56,7 @@ def test_list_names_every_benchmark_with_a_line(command, capsys):
         "kills",
         "hosts",
         "membership",
+        "link",
         "start",
         "faults",
     ]
@@ -278,3 +279,16 @@ def test_events_are_measured_on_one_and_two_ranks(tmp_path):
     assert ended.returncode == 0, ended.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["parameters"]["ranks"] for row in rows] == [1, 1, 2, 2]
+
+
+@pytest.mark.soak
+def test_link_measures_one_and_two_ranks_of_each_host_on_a_slow_link(tmp_path):
+    ended = bench("link", "--quick", "--json", str(tmp_path / "rows"))
+    if "cannot be made here" in ended.stderr:
+        pytest.skip(ended.stderr.splitlines()[-1])
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["case"] for row in rows] == [
+        "MLP 1k, 1000 Mbit/s, 2 hosts x 1 ranks x 16",
+        "MLP 1k, 1000 Mbit/s, 2 hosts x 2 ranks x 16",
+    ]

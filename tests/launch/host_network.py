@@ -1,4 +1,4 @@
-"""Hosts of their own on this machine: network namespaces with an address and a name each, on one bridge.
+"""Hosts of their own on this machine: network namespaces with an address and a name each, on one bridge or a slow link.
 
 All devices live in the namespaces, the bridge too, so that removing these removes everything. Names hold the process id
 of their maker: what a killed one has left is removed by the next.
@@ -13,11 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import TIMEOUT_S, Launcher, LaunchHost
 
 TESTS = Path(__file__).parent.parent
+_LINK = TESTS.parent / "bench" / "scripts" / "delayed_link.py"
 _PREFIX = "unisono-"
 _FILES = Path("/etc/netns")
 """For each namespace, files that its processes find in /etc."""
@@ -38,15 +40,33 @@ def obstacle() -> str | None:
     return None
 
 
-class HostNetwork:
-    """Hosts host0, host1, … with the addresses 10.97.0.1, 10.97.0.2, …, which know each other by name."""
+class NoSlowLinkError(Exception):
+    """This machine can make hosts, and no slow link between them; the text says why."""
 
-    def __init__(self, hosts: int) -> None:
+
+@dataclass(frozen=True)
+class SlowLink:
+    """The link of each host."""
+
+    bits_per_s: int
+    delay_s: float
+    """Of each packet, in either direction."""
+
+
+class HostNetwork:
+    """Hosts host0, host1, … with the addresses 10.97.0.1, 10.97.0.2, …, which know each other by name.
+
+    With a slow link, none of its devices can be changed later.
+    """
+
+    def __init__(self, hosts: int, *, link: SlowLink | None = None) -> None:
         remove_stale()
         self._stem = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(2)}"
         self._names: list[str] = []
+        self._relay: subprocess.Popen[str] | None = None
         try:
             self._make(hosts)
+            self._connect() if link is None else self._connect_slowly(link)
         except BaseException:
             self.close()
             raise
@@ -100,13 +120,12 @@ class HostNetwork:
         return [int(pid) for each in told for pid in each.stdout.split()]
 
     def close(self) -> None:
+        if self._relay is not None:
+            self._relay.communicate(timeout=60)
         for name in (*self._names, self._stem):
             _remove(name)
 
     def _make(self, hosts: int) -> None:
-        _ip("netns", "add", self._stem)
-        _ip("-n", self._stem, "link", "add", "br0", "type", "bridge")
-        _ip("-n", self._stem, "link", "set", "br0", "up")
         table = "".join(f"{self.address(host)} host{host}\n" for host in range(hosts))
         for host in range(hosts):
             name = f"{self._stem}-{host}"
@@ -117,11 +136,27 @@ class HostNetwork:
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
             # Without a network there is no DNS: a look-up that asks for it makes torch warn of each connection.
             (folder / "nsswitch.conf").write_text("hosts: files\n")
+
+    def _connect(self) -> None:
+        _ip("netns", "add", self._stem)
+        _ip("-n", self._stem, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self._stem, "link", "set", "br0", "up")
+        for host, name in enumerate(self._names):
             _ip("-n", self._stem, "link", "add", f"p{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
             _ip("-n", self._stem, "link", "set", f"p{host}", "master", "br0", "up")
             _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _ip("-n", name, "link", "set", device, "up")
+
+    def _connect_slowly(self, link: SlowLink) -> None:
+        places = [f"{name}={self.address(host)}" for host, name in enumerate(self._names)]
+        command = (sys.executable, str(_LINK), str(link.bits_per_s), str(link.delay_s), *places)
+        pipe = subprocess.PIPE
+        self._relay = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        if self._relay.stdout.readline() != "ready\n":  # type: ignore[union-attr]
+            reason = self._relay.communicate(timeout=60)[1]
+            self._relay = None
+            raise NoSlowLinkError((reason.strip().splitlines() or ["no reason given"])[-1])
 
 
 class Hosts:
