@@ -49,8 +49,8 @@ _CASES = (
 def run(effort: Effort) -> Iterator[Row]:
     """Measure each case. Raises: CannotRun where there can be no such link."""
     for case in (_Case("tiny", 2, 1, 1000), _Case("tiny", 2, 2, 1000)) if effort.quick else _CASES:
-        link = {"bits_per_s": 1_000_000 * case.mbits_per_s, "delay_s": _DELAY_S}
-        with linked_hosts(case.hosts, per_host=case.per_host, **link) as hosts:
+        bits_per_s = 1_000_000 * case.mbits_per_s
+        with linked_hosts(case.hosts, per_host=case.per_host, bits_per_s=bits_per_s, delay_s=_DELAY_S) as hosts:
             yield from run_ranks(_step, len(hosts), effort, case, hosts=hosts)
 
 

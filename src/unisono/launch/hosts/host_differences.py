@@ -53,8 +53,7 @@ def _differing(hellos: Mapping[int, Mapping[str, Any]], of: str, name: str) -> s
     values = Counter(found.values())
     if len(values) == 1:
         return ""
-    usual, count = values.most_common(1)[0]
-    if 2 * count <= len(found):
-        usual = None
+    most_common, count = values.most_common(1)[0]
+    usual = most_common if 2 * count > len(found) else None
     odd = [f"{value} on {hellos[host]['name']}" for host, value in found.items() if value != usual]
     return ", ".join([*odd, *([f"{usual} on the other {count} hosts"] if usual is not None else [])])
