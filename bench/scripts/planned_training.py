@@ -1,7 +1,8 @@
 """Trains a model of the examples in one layout, and tells each rank's peak memory and its time of a step.
 
 Its build functions are those that `unisono plan` gets: `unisono plan bench/scripts/planned_training.py:resnet50 ...`.
-Usage: unisono run -n RANKS planned_training.py MODEL LAYOUT BATCH VIRTUAL_RANKS STEPS [STAGES [SCHEDULE]]
+ARGUMENT is what plan says to give to the Trainer, such as "parallel=unisono.parallel.Shard(zero=1)".
+Usage: unisono run -n RANKS planned_training.py MODEL BATCH VIRTUAL_RANKS STEPS [ARGUMENT]
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import unisono
-from unisono.parallel import Pipeline, Shard
+import unisono.parallel
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _LENGTH = 128
@@ -47,6 +47,16 @@ def _of_images(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def _with_tokens(model: nn.Module) -> Any:
     data = [(torch.zeros(_LENGTH, dtype=torch.long), torch.zeros(_LENGTH, dtype=torch.long))] * 4096
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3), _of_tokens, data
+
+
+def digits() -> Any:
+    """Return the model of digits.py, which is not a class, with what trains it."""
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Dropout(0.25), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+    return model, torch.optim.AdamW(model.parameters(), lr=2e-3), _of_images, [(torch.randn(1, 8, 8), 1)] * 4096
 
 
 def language_model() -> Any:
@@ -92,24 +102,12 @@ def _status(field: str, file: str = "status") -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
-def main(
-    name: str, layout: str, batch: str, virtual_ranks: str, steps: str, stages: str = "", schedule: Any = "1f1b"
-) -> None:
+def main(name: str, batch: str, virtual_ranks: str, steps: str, argument: str = "") -> None:
     """Train, and print a line for each rank."""
     torch.manual_seed(0)
     model, optimizer, loss_fn, data = globals()[name]()
     start = _status("VmRSS") - sum(p.nbytes for p in model.parameters())
-    given: dict[str, Any] = {}
-    if layout == "replicas":
-        given["engine"] = "collective"
-    elif layout == "shards":
-        given["parallel"] = Shard()
-    elif layout == "zero":
-        given["parallel"] = Shard(zero=1)
-    elif layout == "replicated shards":
-        given["parallel"] = Shard(replicas=2)
-    elif layout == "stages":
-        given["parallel"] = Pipeline(stages=stages.split(","), schedule=schedule)
+    given: dict[str, Any] = eval(f"dict({argument})", {"unisono": unisono})
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=int(virtual_ranks), progress=False, **given)
     times_s: list[float] = []
     for _ in trainer.epochs(1, max_steps=int(steps)):
@@ -117,9 +115,10 @@ def main(
             since_s = time.perf_counter()
             trainer.step(loss_fn, micro_batches)
             times_s.append(time.perf_counter() - since_s)
-    # Each rank counts its part of the pages that several have.
-    shared = _status("Pss_Shmem", "smaps_rollup")
-    own = _status("VmHWM") - _status("RssShmem") + shared
+            if len(times_s) == int(steps):  # before the parts of ranks come together at the end of the loop
+                # Each rank counts its part of the pages that several have.
+                shared = _status("Pss_Shmem", "smaps_rollup")
+                own = _status("VmHWM") - _status("RssShmem") + shared
     print(
         json.dumps(
             {"own_nbytes": own, "base_nbytes": start, "shared_nbytes": shared, "step_s": statistics.median(times_s[2:])}

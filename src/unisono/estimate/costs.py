@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from unisono.estimate.heap_replay import HeapPeak, MemoryOperation
 
 __all__ = ["LayoutCost", "Machine", "MemoryParts", "Workload"]
 
@@ -30,6 +33,8 @@ class Machine:
 
     base_nbytes: int
     """The memory of a process with torch and the user's file, without a model."""
+    replay: Callable[[Sequence[MemoryOperation]], HeapPeak]
+    """Returns when a rank that does some operations takes most memory."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
     """The rate at which a rank can send to others."""

@@ -7,39 +7,30 @@ shares, copies for recovery. Where a number depends on the rank, it is that of t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 from unisono.engine.shared.addition_schedule import AdditionSchedule
 from unisono.engine.shared.update_protection import TURNS
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
+from unisono.estimate.memory_trace import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTrace
 from unisono.estimate.model_profile import ModelProfile
-from unisono.plan import Node, merges_after, rank_block
+from unisono.estimate.step_memory import (
+    Share,
+    in_one_process,
+    with_divided_state,
+    with_replicas,
+    with_shards,
+    with_shared_memory,
+)
 
-__all__ = ["costs_without_stages", "heap_holes", "live_sums", "row_nbytes", "sending_s", "sum_traffic"]
+__all__ = ["busiest", "costs_without_stages", "memory_of", "sending_s", "sum_traffic"]
 
 _SMALL_NBYTES = 1 << 20
 """Models below this size have other rows in shared memory, which are as small as they are."""
-_UNITS = 16
-"""The units in which gradients are summed with `zero=1`, if no parameter is larger."""
 _ADDITION = 3
 """Bytes moved for each byte of a sum: both operands are read, and one is written."""
 _COPY = 2
-_HEAP = 0.3
-"""The part of the C library's heap that cannot be used again: holes between blocks that are still used. Measured
-with glibc 2.36 for the examples: 0.25 to 0.35."""
-
-
-def live_sums(node: Node) -> list[int]:
-    """Return for each leaf of a node how many sums of earlier leaves are there while it is computed.
-
-    >>> live_sums(Node(0, 8))
-    [0, 1, 1, 2, 1, 2, 2, 3]
-    """
-    found, depth = [], 0
-    for leaf in range(node.start, node.stop):
-        found.append(depth)
-        depth += 1 - merges_after(leaf, node)
-    return found
 
 
 def costs_without_stages(profile: ModelProfile, workload: Workload, machine: Machine) -> Iterator[LayoutCost]:
@@ -53,67 +44,38 @@ def costs_without_stages(profile: ModelProfile, workload: Workload, machine: Mac
             yield _divided_state(profile, workload, machine)
             for replicas in range(workload.ranks - 1, 0, -1):
                 if workload.ranks % replicas == 0:
-                    yield _shards(profile, workload, machine, replicas)
+                    yield _shards(profile, workload, machine, replicas=replicas)
+            yield _shards(profile, workload, machine, by="size")
 
 
-def pass_nbytes(profile: ModelProfile, micro_batches: int, *, taken: bool = False) -> int:
-    """Return what the passes of a share take at most, with its gradients.
-
-    Args:
-        profile: The model.
-        micro_batches: Those of the share: from the second on, the gradients of the first are there.
-        taken: True if gradients are taken while the backward pass runs, so that they do not come together.
-    """
-    if micro_batches > 1:
-        return profile.gradients_nbytes + profile.activations_nbytes + profile.largest_gradient_nbytes
-    if taken:
-        return profile.activations_nbytes + profile.largest_gradient_nbytes
-    return max(profile.peak_nbytes, profile.gradients_nbytes)
-
-
-def heap_holes(nbytes: float) -> int:
-    """Return what the C library's heap cannot use again, if this much is in use."""
-    return round(_HEAP * max(0.0, nbytes))
-
-
-def _memory(
-    profile: ModelProfile,
+def memory_of(
+    trace: MemoryTrace,
     machine: Machine,
     *,
-    parameters: float,
-    gradients: float,
-    optimizer: float,
-    peak: float,
-    batch: int,
-    copies: float = 0.0,
-    update: float | None = None,
-    shared: float = 0.0,
+    parameters: float = 0,
+    gradients: float = 0,
+    optimizer: float = 0,
+    copies: float = 0,
 ) -> MemoryParts:
-    """Return the parts of a peak.
+    """Return the parts of the peak of a rank.
 
     Args:
-        profile: The model.
+        trace: What it takes and gives back in some steps.
         machine: The machine.
-        parameters: Those that are there all the time.
-        gradients: The part of the peak that counts as gradients.
-        optimizer: State of the optimizer.
-        peak: Gradients and activations at the moment when they are most.
-        batch: The inputs of the rank's shares.
-        copies: For recovery.
-        update: Gradients and what the update takes. None: gradients whole, and as profiled.
-        shared: What of gradients and state lies in shared memory.
+        parameters: Its part of parameters in shared memory, in bytes.
+        gradients: The same of gradients.
+        optimizer: The same of the optimizer's state.
+        copies: The same of copies for recovery.
     """
-    in_update = profile.gradients_nbytes + profile.update_nbytes if update is None else update
-    most = max(peak, in_update)
-    holes = heap_holes(most + batch + optimizer - shared)
-    gradients = min(gradients, most)
+    peak = machine.replay(trace.operations)
+    used = peak.used
     return MemoryParts(
-        parameters=round(parameters) + profile.buffers_nbytes,
-        gradients=round(gradients),
-        optimizer=round(optimizer),
-        activations=round(most - gradients) + batch,
+        parameters=used.get(PARAMETERS, 0) + round(parameters),
+        gradients=used.get(GRADIENTS, 0) + round(gradients),
+        optimizer=used.get(OPTIMIZER, 0) + round(optimizer),
+        activations=used.get(ACTIVATIONS, 0),
         copies=round(copies),
-        holes=holes,
+        holes=peak.nbytes - sum(used.values()),
         base=machine.base_nbytes,
     )
 
@@ -134,8 +96,6 @@ def sending_s(nbytes: float, machine: Machine) -> float:
 
 def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     leaves, whole = workload.virtual_ranks, profile.gradients_nbytes
-    most_sums = max(live_sums(Node(0, leaves)))
-    one_pass = pass_nbytes(profile, workload.micro_batches)
     step_s = (
         compute_s(profile, leaves, workload.micro_batches)
         + _moved_s(((leaves - 1) * _ADDITION + _COPY) * whole, machine)
@@ -144,43 +104,10 @@ def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) ->
     return LayoutCost(
         name="one process",
         code="",
-        memory=_memory(
-            profile,
-            machine,
-            parameters=profile.parameters_nbytes,
-            gradients=(most_sums + 1) * whole,
-            optimizer=profile.optimizer_nbytes,
-            peak=most_sums * whole + one_pass,
-            batch=leaves * workload.micro_batches * profile.inputs_nbytes,
-        ),
+        memory=memory_of(in_one_process(_share(profile, workload, ranks=1)), machine),
         sent_nbytes=0,
         step_s=step_s,
     )
-
-
-def _peak_of_leaves(
-    profile: ModelProfile, nodes: tuple[Node, ...], micro_batches: int, *, sends: bool = True
-) -> tuple[int, int]:
-    """Return the most that sums of earlier leaves and passes take on a rank, and of that the sums.
-
-    The gradients of a rank's last leaf are taken while its backward pass runs.
-
-    Args:
-        profile: The model.
-        nodes: The rank's nodes.
-        micro_batches: Those of a share.
-        sends: False if nothing is sent before the pass has ended: gradients that are not added to a sum stay then.
-    """
-    whole, most, sums = profile.gradients_nbytes, 0, 0
-    for node in nodes:
-        for leaf, depth in zip(range(node.start, node.stop), live_sums(node), strict=True):
-            is_last = leaf == nodes[-1].stop - 1
-            nbytes = depth * whole + pass_nbytes(profile, micro_batches, taken=is_last and (sends or depth > 0))
-            if nbytes > most:
-                most, sums = nbytes, depth * whole
-                if not is_last or micro_batches > 1:
-                    sums += whole
-    return most, sums
 
 
 def _layout(workload: Workload) -> NodeLayout:
@@ -188,29 +115,26 @@ def _layout(workload: Workload) -> NodeLayout:
     return NodeLayout.of(leaves=leaves, world_size=workload.ranks, virtual_ranks=leaves)
 
 
-def _busiest(layout: NodeLayout, workload: Workload) -> int:
+def _share(profile: ModelProfile, workload: Workload, ranks: int) -> Share:
+    """Return what the rank with the most shares computes."""
+    leaves = workload.virtual_ranks
+    layout = NodeLayout.of(leaves=leaves, world_size=ranks, virtual_ranks=leaves)
+    rank = busiest(layout)
+    count = sum(node.stop - node.start for node in layout.nodes[rank])
+    batch = count * workload.micro_batches * profile.inputs_nbytes
+    return Share(profile.record, layout, rank, workload.micro_batches, batch, profile.buffers_nbytes)
+
+
+def busiest(layout: NodeLayout) -> int:
     """Return the rank with the most shares; of several, the one with the most nodes."""
-    blocks = [
-        len(rank_block(rank, world_size=workload.ranks, virtual_ranks=workload.virtual_ranks))
-        for rank in range(workload.ranks)
-    ]
-    return max(range(workload.ranks), key=lambda rank: (blocks[rank], len(layout.nodes[rank])))
+    shares = [sum(node.stop - node.start for node in nodes) for nodes in layout.nodes]
+    return max(range(len(shares)), key=lambda rank: (shares[rank], len(layout.nodes[rank])))
 
 
 def _additions_s(profile: ModelProfile, workload: Workload, machine: Machine) -> float:
     """Return the time in which a rank adds up its shares."""
     shares = workload.shares_of(workload.ranks)
     return _moved_s((shares - 1) * _ADDITION * profile.gradients_nbytes, machine)
-
-
-def row_nbytes(whole: int, layout: NodeLayout, rank: int) -> int:
-    """Return the memory of a rank's rows in a sum through the process group, and of those that it receives."""
-    ranks, counts = len(layout.nodes), [len(nodes) for nodes in layout.nodes]
-    own = counts[rank] * whole
-    if ranks == 2 and counts == [1, 1]:  # the backend's own all-reduce
-        return own
-    others = sum(counts) - counts[rank]
-    return own + others * (whole if ranks == 2 else -(-whole // ranks))
 
 
 def sum_traffic(whole: int, layout: NodeLayout, rank: int) -> int:
@@ -222,11 +146,10 @@ def sum_traffic(whole: int, layout: NodeLayout, rank: int) -> int:
 
 
 def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
-    layout = _layout(workload)
-    rank, whole = _busiest(layout, workload), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(workload.ranks), machine.crowding(workload.ranks)
-    rows, sent = row_nbytes(whole, layout, rank), sum_traffic(whole, layout, rank)
-    peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches)
+    layout, ranks = _layout(workload), workload.ranks
+    rank, whole = busiest(layout), profile.gradients_nbytes
+    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    sent = sum_traffic(whole, layout, rank)
     step_s = (
         compute_s(profile, shares, workload.micro_batches)
         + _additions_s(profile, workload, machine)
@@ -236,16 +159,7 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
     return LayoutCost(
         name=f"{workload.ranks} replicas",
         code='engine="collective"' if workload.hosts == 1 else "",
-        memory=_memory(
-            profile,
-            machine,
-            parameters=profile.parameters_nbytes,
-            gradients=rows + sums,
-            optimizer=profile.optimizer_nbytes,
-            peak=rows + peak,
-            batch=shares * workload.micro_batches * profile.inputs_nbytes,
-            update=rows + profile.update_nbytes,
-        ),
+        memory=memory_of(with_replicas(_share(profile, workload, ranks)), machine),
         sent_nbytes=sent,
         step_s=step_s,
         ranks=workload.ranks,
@@ -254,7 +168,7 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
 
 def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     layout, ranks = _layout(workload), workload.ranks
-    rank, whole = _busiest(layout, workload), profile.gradients_nbytes
+    rank, whole = busiest(layout), profile.gradients_nbytes
     shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
     nodes = sum(map(len, layout.nodes))
     is_large = profile.parameters_nbytes >= _SMALL_NBYTES
@@ -267,9 +181,6 @@ def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
     state, copies = profile.parameters_nbytes + profile.optimizer_nbytes, 0
     if workload.recovers:
         copies = state + ((TURNS - 1) * whole if is_large and profile.is_elementwise else 0)
-    peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches)
-    own = whole / ranks if ranks == 2 else 0  # a rank's part of its own gradient stays where it is
-    gradients = rows * whole / ranks
     step_s = (
         compute_s(profile, shares, workload.micro_batches)
         + _additions_s(profile, workload, machine)
@@ -281,17 +192,13 @@ def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
     return LayoutCost(
         name=f"{ranks} ranks, shared memory",
         code="",
-        memory=_memory(
-            profile,
+        memory=memory_of(
+            with_shared_memory(_share(profile, workload, ranks), keeps_own=not is_large or ranks == 2),
             machine,
             parameters=profile.parameters_nbytes / ranks,
-            gradients=gradients + sums + own,
+            gradients=rows * whole / ranks,
             optimizer=profile.optimizer_nbytes / ranks,
-            peak=gradients + peak + own,
-            batch=shares * workload.micro_batches * profile.inputs_nbytes,
             copies=copies / ranks,
-            update=gradients + (profile.update_nbytes / ranks),
-            shared=gradients + profile.optimizer_nbytes / ranks,
         ),
         sent_nbytes=0,
         step_s=step_s,
@@ -302,15 +209,9 @@ def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
 def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     """Return the cost of weights that are whole on each rank, with an optimizer whose state is divided."""
     layout, ranks = _layout(workload), workload.ranks
-    rank, whole = _busiest(layout, workload), profile.gradients_nbytes
+    rank, whole = busiest(layout), profile.gradients_nbytes
     shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
-    unit = max(profile.parameters_nbytes // _UNITS, profile.largest_gradient_nbytes)
-    held = whole / ranks
-    peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches, sends=False)
-    in_passes = (own_rows - 1) * whole + peak
-    # When the first unit is summed, all gradients are there; and its own, packed for others, and what comes from them.
-    in_sum = own_rows * whole + own_rows * unit + (rows - own_rows) * unit // ranks
     sent = round((ranks - 1) / ranks * (own_rows * whole + profile.parameters_nbytes))
     moved = own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + _COPY * profile.parameters_nbytes
     step_s = (
@@ -322,36 +223,29 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
     return LayoutCost(
         name=f"{ranks} ranks, zero=1",
         code="parallel=unisono.parallel.Shard(zero=1)",
-        memory=_memory(
-            profile,
-            machine,
-            parameters=profile.parameters_nbytes * (1 + 1 / ranks),  # a rank updates a copy of its part
-            gradients=held + (in_sum if in_sum > in_passes else (own_rows - 1) * whole + sums),
-            optimizer=profile.optimizer_nbytes / ranks,
-            peak=held + max(in_passes, in_sum),
-            batch=shares * workload.micro_batches * profile.inputs_nbytes,
-            update=held + profile.update_nbytes / ranks + unit,
-        ),
+        memory=memory_of(with_divided_state(_share(profile, workload, ranks)), machine),
         sent_nbytes=sent,
         step_s=step_s,
         ranks=ranks,
     )
 
 
-def _shards(profile: ModelProfile, workload: Workload, machine: Machine, replicas: int) -> LayoutCost:
+def _shards(
+    profile: ModelProfile,
+    workload: Workload,
+    machine: Machine,
+    *,
+    replicas: int = 1,
+    by: Literal["block", "size"] = "block",
+) -> LayoutCost:
     layout, ranks = _layout(workload), workload.ranks
-    rank, whole = _busiest(layout, workload), profile.gradients_nbytes
+    rank, whole = busiest(layout), profile.gradients_nbytes
     shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
     shards = ranks // replicas
-    given = 'by="block"' if replicas == 1 else f"replicas={replicas}"
-    rest, block = profile.outside_blocks_nbytes, profile.largest_block_nbytes
-    together = rest + 2 * block - (rest + 2 * block) // shards
+    given = f"replicas={replicas}" if replicas > 1 else f'by="{by}"'
+    trace = with_shards(_share(profile, workload, ranks), by=by, replicas=replicas)
+    rest = profile.units_nbytes(by)[0] if by == "block" else 0
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
-    # While a unit is summed: its gradients, packed for others, and what comes from them; and those of the next one.
-    unit = max(block, rest)
-    sending = (2 + own_rows) * unit + (rows - own_rows) * unit // ranks
-    peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches)
-    earlier = (own_rows - 1) * whole
     blocks = profile.parameters_nbytes - rest
     passes = shares * workload.micro_batches
     sent = round(
@@ -365,20 +259,11 @@ def _shards(profile: ModelProfile, workload: Workload, machine: Machine, replica
         + _moved_s(own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY, machine)
         + profile.update_s / ranks
     ) * crowding + sending_s(sent, machine)
-    held = whole / ranks
+    name = f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards"
     return LayoutCost(
-        name=f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards",
+        name=name + (" by size" if by == "size" else ""),
         code=f"parallel=unisono.parallel.Shard({given})",
-        memory=_memory(
-            profile,
-            machine,
-            parameters=profile.parameters_nbytes / shards + together,
-            gradients=held + earlier + sums + sending,
-            optimizer=profile.optimizer_nbytes / ranks,
-            peak=held + earlier + peak + sending,
-            batch=shares * workload.micro_batches * profile.inputs_nbytes,
-            update=held + profile.update_nbytes / ranks,
-        ),
+        memory=memory_of(trace, machine),
         sent_nbytes=sent,
         step_s=step_s,
         ranks=ranks,

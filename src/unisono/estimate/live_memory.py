@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveMemory", "MemoryEvent", "peak_nbytes", "storage_key"]
+__all__ = ["LiveMemory", "MemoryEvent", "ParameterEvent", "PassEvent", "peak_nbytes", "storage_key"]
 
 
 class MemoryEvent(NamedTuple):
@@ -27,13 +27,24 @@ class MemoryEvent(NamedTuple):
     """Its size in bytes: negative when it is freed."""
 
 
+class ParameterEvent(NamedTuple):
+    """An operator reads a parameter, or the gradient of a parameter is complete."""
+
+    parameter: int
+    """Its number in `model.parameters()`."""
+    has_gradient: bool
+
+
+PassEvent: TypeAlias = MemoryEvent | ParameterEvent
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return what identifies the storage of a tensor while it exists."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
-def peak_nbytes(events: Iterable[MemoryEvent], *, without: Iterable[int] = ()) -> int:
+def peak_nbytes(events: Iterable[PassEvent], *, without: Iterable[int] = ()) -> int:
     """Return the most bytes that were alive at a time, as events tell.
 
     Args:
@@ -46,9 +57,9 @@ def peak_nbytes(events: Iterable[MemoryEvent], *, without: Iterable[int] = ()) -
     """
     left_out = frozenset(without)
     now = most = 0
-    for storage, nbytes in events:
-        if storage not in left_out:
-            now += nbytes
+    for event in events:
+        if isinstance(event, MemoryEvent) and event.storage not in left_out:
+            now += event.nbytes
             most = max(most, now)
     return most
 
@@ -58,6 +69,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         known: Tensors that exist already, which do not count.
+        parameters: Those of the model: reads of them are noted, and gradients when they are complete.
         on_operator: Called with each operator, its arguments and its result.
     """
 
@@ -65,10 +77,12 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         known: Iterable[Tensor] = (),
         *,
+        parameters: Sequence[Tensor] = (),
         on_operator: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[MemoryEvent] = []
+        self.events: list[PassEvent] = []
+        self._parameters = {storage_key(p): number for number, p in enumerate(parameters)}
         self._numbers: dict[int, int] = {storage_key(tensor): -1 for tensor in known}
         self._count = 0
         self._on_operator = on_operator
@@ -78,6 +92,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operator, and note what it makes."""
         kwargs = dict(kwargs or {})
+        if self._parameters and not func.is_view:
+            self._note_reads((args, kwargs))
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
@@ -89,6 +105,17 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def number_of(self, tensor: Tensor) -> int:
         """Return the number of a tensor's storage in the events; -1 if it was there before."""
         return self._numbers.get(storage_key(tensor), -1)
+
+    def note_gradient(self, number: int) -> None:
+        """Note that the gradient of a parameter is complete."""
+        self.events.append(ParameterEvent(number, True))
+
+    def _note_reads(self, values: Any) -> None:
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                number = self._parameters.get(storage_key(leaf))
+                if number is not None:
+                    self.events.append(ParameterEvent(number, False))
 
     def _note(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -102,7 +129,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, _forget, self._numbers, self.events, key, MemoryEvent(number, -nbytes))
 
 
-def _forget(numbers: dict[int, int], events: list[MemoryEvent], key: int, event: MemoryEvent) -> None:
+def _forget(numbers: dict[int, int], events: list[PassEvent], key: int, event: MemoryEvent) -> None:
     if numbers.get(key) == event.storage:
         del numbers[key]
     events.append(event)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
+from torch.utils.hooks import RemovableHandle
 
 from unisono.engine.shared import is_divisible, is_elementwise
 from unisono.errors import CutError, EstimateError, UnisonoError
-from unisono.estimate.live_memory import LiveMemory, MemoryEvent, peak_nbytes, storage_key
+from unisono.estimate.live_memory import LiveMemory, ParameterEvent, PassEvent, peak_nbytes, storage_key
 from unisono.estimate.operator_times import OperatorTimes
 from unisono.estimate.user_build import Subject, UserCodeError, batch_of, build_subject, tensors_in
 from unisono.parallel.losses import loss_of, read_loss
@@ -32,9 +34,10 @@ from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.candidates import find_places
 from unisono.parallel.pipeline.measuring import measure_segments
 from unisono.parallel.pipeline.model_line import model_line_of
-from unisono.parallel.sharding.units import REST, choose_blocks, join_small, members_of
+from unisono.parallel.sharding.shard import Shard
+from unisono.parallel.sharding.units import REST, units_of
 
-__all__ = ["ModelProfile", "Segments", "profile_model"]
+__all__ = ["ModelProfile", "ParameterSize", "Segments", "StepRecord", "profile_model"]
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _REPEATS = 3
@@ -46,6 +49,32 @@ class Segments:
 
     found: tuple[ModelSegment, ...] = ()
     obstacle: str | None = None
+
+
+class ParameterSize(NamedTuple):
+    """A parameter."""
+
+    name: str
+    numel: int
+    nbytes: int
+    gradient: int | None
+    """The number of its gradient's storage in the passes; None if it has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """The memory that a micro-batch and an update take and give back, event by event."""
+
+    parameters: tuple[ParameterSize, ...] = ()
+    passes: tuple[PassEvent, ...] = ()
+    """The forward and backward pass of a micro-batch."""
+    num_forward: int = 0
+    """The number of events of the forward pass."""
+    update: tuple[PassEvent, ...] = ()
+    """The first update, which makes the state of the optimizer."""
+    units: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """By what units are made of, "block" or "size", the numbers of the parameters of each. With "block", the first are
+    those of no block, which may be none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,12 +111,15 @@ class ModelProfile:
     """True if ranks can share the optimizer's work, as those of torch.optim."""
     is_elementwise: bool = True
     """True if the optimizer treats each element alone, so that parameters may be divided."""
-    outside_blocks_nbytes: int = 0
-    """The parameters that are together during a whole step with `Shard`."""
-    largest_block_nbytes: int = 0
-    """The parameters of the largest block of `Shard`."""
     segments: dict[int, Segments] = field(default_factory=dict)
     """By number of stages."""
+    record: StepRecord = field(default_factory=StepRecord)
+    """The events of which the sizes above are sums."""
+
+    def units_nbytes(self, by: str) -> list[int]:
+        """Return the sizes of the units of `Shard`; with "block", the first is that of what belongs to no block."""
+        sizes = [parameter.nbytes for parameter in self.record.parameters]
+        return [sum(sizes[i] for i in unit) for unit in self.record.units[by]]
 
 
 def profile_model(
@@ -165,14 +197,16 @@ def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: O
         loss = result if isinstance(result, Tensor) else loss_of(result)
         return read_loss(loss, samples=micro_batch).total
 
-    known = [*model.parameters(), *model.buffers(), *inputs]
+    parameters = [*model.parameters()]
+    known = [*parameters, *model.buffers(), *inputs]
     clock = _Clock(times)
-    memory = LiveMemory(known, on_operator=clock.on_operator)
+    memory = LiveMemory(known, parameters=parameters, on_operator=clock.on_operator)
     with memory:
         first = _run(subject, batch, scalar, clock, memory)
     sizes = [p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None]
     state = _state_nbytes(optimizer)
-    update = peak_nbytes(memory.events[len(first.events) :])
+    update_events = tuple(memory.events[len(first.events) :])
+    update = peak_nbytes(update_events)
     optimizer.zero_grad(set_to_none=True)
     timed = [first]
     if times is None:  # counting memory takes time, so it is told by further runs
@@ -180,10 +214,16 @@ def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: O
         for _ in range(_REPEATS):
             timed.append(_run(subject, batch, scalar, clock))
             optimizer.zero_grad(set_to_none=True)
-    blocks = members_of(model, choose_blocks(model))
-    unit_of, block_sizes = join_small(blocks, None), dict[str, int]()
-    for name, own in blocks.items():
-        block_sizes[unit_of[name]] = block_sizes.get(unit_of[name], 0) + sum(p.nbytes for p in own.values())
+    record = StepRecord(
+        parameters=tuple(
+            ParameterSize(name, p.numel(), p.nbytes, first.gradients[i])
+            for i, (name, p) in enumerate(model.named_parameters())
+        ),
+        passes=tuple(first.events),
+        num_forward=first.num_forward,
+        update=update_events,
+        units={"block": _units(model, Shard()), "size": _units(model, Shard(by="size"))},
+    )
     return ModelProfile(
         model=type(model).__name__,
         optimizer=type(optimizer).__name__,
@@ -197,17 +237,26 @@ def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: O
         inputs_nbytes=sum(tensor.nbytes for tensor in inputs),
         kept_nbytes=first.kept_nbytes,
         peak_nbytes=peak_nbytes(first.events),
-        activations_nbytes=peak_nbytes(first.events, without=first.gradients),
+        activations_nbytes=peak_nbytes(first.events, without=[each for each in first.gradients if each is not None]),
         update_nbytes=max(0, update - state),
         forward_s=min(each.forward_s for each in timed),
         backward_s=min(each.backward_s for each in timed),
         update_s=min(each.update_s for each in timed),
         shares_update=is_divisible(optimizer),
         is_elementwise=is_elementwise(optimizer),
-        outside_blocks_nbytes=block_sizes.pop(REST, 0),
-        largest_block_nbytes=max(block_sizes.values(), default=0),
         segments={count: _segments(subject, batch, scalar, count, times) for count in stages},
+        record=record,
     )
+
+
+def _units(model: nn.Module, shard: Shard) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of the parameters of each unit of a division, those of no block first."""
+    members = units_of(shard, model).members
+    numbers = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    found = [tuple(numbers[each] for each in own) for name, own in members.items() if name != REST]
+    if shard.by == "block":
+        found.insert(0, tuple(numbers[each] for each in members.get(REST, ())))
+    return tuple(found)
 
 
 class _MeasuredStep(NamedTuple):
@@ -218,9 +267,11 @@ class _MeasuredStep(NamedTuple):
     update_s: float
     kept_nbytes: int
     """Bytes that are kept when the forward pass has ended."""
-    gradients: list[int]
-    """The numbers of the gradients' storages in the events."""
-    events: list[MemoryEvent]
+    num_forward: int
+    """The number of events of the forward pass."""
+    gradients: list[int | None]
+    """For each parameter, the number of its gradient's storage in the events."""
+    events: list[PassEvent]
     """Those before the update."""
 
 
@@ -241,21 +292,39 @@ def _run(
         raise EstimateError(str(error)) from None
     del result
     try:
-        forward_s, kept = clock() - since_s, sum(event.nbytes for event in events)
+        forward_s = clock() - since_s
+        kept = sum(event.nbytes for event in events if not isinstance(event, ParameterEvent))
+        num_forward = len(events)
+        hooks = [] if memory is None else _note_gradients(model, memory)
         since_s = clock()
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
+        for hook in hooks:
+            hook.remove()
     except Exception as error:
         raise UserCodeError from error
     backward_s = clock() - since_s
-    gradients = [] if memory is None else [memory.number_of(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [None if memory is None or p.grad is None else memory.number_of(p.grad) for p in model.parameters()]
     made = list(events)
     since_s = clock()
     try:
         optimizer.step()
     except Exception as error:
         raise UserCodeError from error
-    return _MeasuredStep(forward_s, backward_s, clock() - since_s, kept, gradients, made)
+    return _MeasuredStep(forward_s, backward_s, clock() - since_s, kept, num_forward, gradients, made)
+
+
+def _note_gradients(model: nn.Module, memory: LiveMemory) -> list[RemovableHandle]:
+    """Let gradients be noted when they are complete."""
+    return [
+        p.register_post_accumulate_grad_hook(partial(_note_gradient, memory, number))  # type: ignore[no-untyped-call]
+        for number, p in enumerate(model.parameters())
+        if p.requires_grad
+    ]
+
+
+def _note_gradient(memory: LiveMemory, number: int, _: Tensor) -> None:
+    memory.note_gradient(number)
 
 
 def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
-from unisono.estimate.layouts import heap_holes, live_sums, row_nbytes, sending_s, sum_traffic
+from unisono.estimate.layouts import busiest, memory_of, sending_s, sum_traffic
 from unisono.estimate.model_profile import ModelProfile
+from unisono.estimate.stage_memory import cut, with_stage
+from unisono.estimate.step_memory import Share
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.expectation import Expectation, fastest
 from unisono.parallel.pipeline.measuring import STATE_COPIES
@@ -58,7 +60,16 @@ def costs_of_pipelines(
         if segments.obstacle is not None:
             yield Uncut(stages, segments.obstacle)
             continue
-        yield _cost(profile, list(segments.found), workload, machine, stages=stages, limit_nbytes=limit_nbytes)
+        for zero in (False, True) if replicas > 1 and profile.is_elementwise else (False,):
+            yield _cost(
+                profile,
+                list(segments.found),
+                workload,
+                machine,
+                stages=stages,
+                zero=zero,
+                limit_nbytes=limit_nbytes,
+            )
 
 
 def _cost(
@@ -68,6 +79,7 @@ def _cost(
     machine: Machine,
     *,
     stages: int,
+    zero: bool,
     limit_nbytes: int | None,
 ) -> LayoutCost:
     replicas = workload.ranks // stages
@@ -81,39 +93,40 @@ def _cost(
     transfer_s = max(entering, default=0) / machine.link_bytes_per_s
     timeline = simulate(passes, expected.costs, transfer=transfer_s)
     layout = NodeLayout.of(leaves=workload.virtual_ranks, world_size=replicas, virtual_ranks=workload.virtual_ranks)
-    nodes = layout.nodes[0]
-    most_sums = max(max(live_sums(node)) for node in nodes)
+    rank = busiest(layout)
+    share = Share(
+        profile.record,
+        layout,
+        rank,
+        workload.micro_batches,
+        micro_batches * profile.inputs_nbytes,
+        profile.buffers_nbytes,
+    )
+    cuts = cut(profile.record, [segments[begin].name for begin in bounds[1:-1]])
     per_parameter = profile.optimizer_nbytes / max(1, profile.parameters_nbytes)
-    working = max(0, profile.activations_nbytes - profile.kept_nbytes)
     most: MemoryParts | None = None
     sent_most, slowest_s = 0, 0.0
     for stage, (begin, end) in enumerate(pairwise(bounds)):
         own = sum(each.state_nbytes for each in segments[begin:end]) // STATE_COPIES
-        kept = sum(each.activation_nbytes for each in segments[begin:end])
-        edges = (entering[stage - 1] if stage else 0) + (entering[stage] if stage < stages - 1 else 0)
-        rows = row_nbytes(own, layout, 0) if replicas > 1 else 0
-        optimizer = round(per_parameter * own)
-        gradients = own * (1 + most_sums) + rows
-        inputs = shares * workload.micro_batches * profile.inputs_nbytes
-        activations = timeline.most_under_way[stage] * kept + working + edges + inputs
-        memory = MemoryParts(
-            parameters=own + profile.buffers_nbytes,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=activations,
-            holes=heap_holes(gradients + activations + optimizer),
-            copies=_SLOTS * (own + optimizer) if workload.recovers and workload.hosts == 1 else 0,
-            base=machine.base_nbytes,
+        entering_nbytes = entering[stage - 1] if stage else 0
+        leaving_nbytes = entering[stage] if stage < stages - 1 else 0
+        edges = entering_nbytes + leaving_nbytes
+        cuts[stage].entering_nbytes, cuts[stage].leaving_nbytes = entering_nbytes, leaving_nbytes
+        optimizer = round(per_parameter * own) // (replicas if zero else 1)
+        memory = memory_of(
+            with_stage(share, cuts[stage], passes.actions[stage], zero=zero),
+            machine,
+            copies=_SLOTS * (own + optimizer) if workload.recovers and workload.hosts == 1 and not zero else 0,
         )
         if most is None or memory.total > most.total:
             most = memory
-        sums = sum_traffic(own, layout, 0) if replicas > 1 else 0
+        sums = sum_traffic(own, layout, rank) if replicas > 1 else 0
         sent_most = max(sent_most, micro_batches * edges + sums)
         part = own / max(1, profile.parameters_nbytes)
         commit = _SLOTS * (own + optimizer) / machine.memory_bytes_per_s if memory.copies else 0.0
         slowest_s = max(
             slowest_s,
-            profile.update_s * part
+            profile.update_s * part / (replicas if zero else 1)
             + ((shares - 1) * _ADDITION + _SLOTS) * own / machine.memory_bytes_per_s
             + commit
             + sending_s(sums, machine),
@@ -121,11 +134,12 @@ def _cost(
     assert most is not None
     names = ", ".join(f'"{segments[begin].name}"' for begin in bounds[1:-1])
     schedule = f', schedule="{expected.schedule}"' if expected.schedule != _SCHEDULES[0] else ""
-    name = f"{stages} stages" + (f" x {replicas} replicas" if replicas > 1 else "")
+    of_replicas = f" x {replicas}, zero=1" if zero else f" x {replicas} replicas"
+    name = f"{stages} stages" + (of_replicas if replicas > 1 else "")
     crowding = machine.crowding(workload.ranks)
     return LayoutCost(
         name=name,
-        code=f"parallel=unisono.parallel.Pipeline(stages=[{names}]{schedule})",
+        code=f"parallel=unisono.parallel.Pipeline(stages=[{names}]{schedule}{', zero=1' if zero else ''})",
         memory=most,
         sent_nbytes=sent_most,
         step_s=(timeline.duration + slowest_s) * crowding,

@@ -90,7 +90,11 @@ def as_document(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON has it: sizes in bytes, times in seconds."""
     request = plan.request
     chosen = recommend(plan.costs, request.memory_nbytes)
-    profile = {key: value for key, value in dataclasses.asdict(plan.profile).items() if key != "segments"}
+    profile = {
+        field.name: getattr(plan.profile, field.name)
+        for field in dataclasses.fields(plan.profile)
+        if field.name not in ("segments", "record")
+    }
     return {
         "request": dataclasses.asdict(request),
         "profile": profile,

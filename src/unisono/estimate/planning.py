@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from unisono.errors import EstimateError
+from unisono.estimate.bare_rank import BareRank
 from unisono.estimate.costs import LayoutCost, Machine, Workload
 from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
 from unisono.estimate.operator_times import OperatorTimes
 from unisono.estimate.pipelines import Uncut, costs_of_pipelines, stage_counts
-from unisono.estimate.process_memory import base_nbytes
 from unisono.estimate.rates import link_rate, memory_rate
 from unisono.estimate.user_build import find_build
 from unisono.machine import usable_cores
@@ -89,25 +89,27 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     """
     tell("importing the model")
     build = find_build(request.target)
-    cores = usable_cores()
-    machine = Machine(
-        base_nbytes=base_nbytes(build),
-        memory_bytes_per_s=memory_rate(),
-        link_bytes_per_s=link_rate(),
-        cores=cores,
-    )
     stages = [count for count in stage_counts(request.ranks) if request.ranks // count <= request.virtual_ranks]
-    tell("timing operators" if not request.measures else "running a micro-batch")
-    profile = _profile(build, request, stages)
     workload = Workload(
         ranks=request.ranks,
         virtual_ranks=request.virtual_ranks,
         micro_batches=-(-request.share // request.micro_batch),
     )
-    found = [
-        *costs_without_stages(profile, workload, machine),
-        *costs_of_pipelines(profile, workload, machine, limit_nbytes=request.memory_nbytes),
-    ]
+    with BareRank(build) as bare:
+        machine = Machine(
+            base_nbytes=bare.base_nbytes,
+            replay=bare.replay,
+            memory_bytes_per_s=memory_rate(),
+            link_bytes_per_s=link_rate(),
+            cores=usable_cores(),
+        )
+        tell("timing operators" if not request.measures else "running a micro-batch")
+        profile = _profile(build, request, stages)
+        tell("replaying the memory of steps")
+        found = [
+            *costs_without_stages(profile, workload, machine),
+            *costs_of_pipelines(profile, workload, machine, limit_nbytes=request.memory_nbytes),
+        ]
     return Plan(
         request=request,
         profile=profile,

@@ -29,6 +29,7 @@ from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.step_gradients import StepOptions
 
 __all__ = [
+    "MAPPED_NBYTES",
     "check_constants",
     "check_equal_values",
     "check_schedulers",
@@ -42,6 +43,9 @@ __all__ = [
 # Options of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+
+MAPPED_NBYTES = 32 << 20
+"""Blocks from this size on are pages of their own, which go back to the system. It is the largest that glibc allows."""
 
 _FOREIGN = (
     "was built with another optimizer than the one that Trainer was given, so it would change no learning rate here: "
@@ -201,7 +205,7 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 1024 * 1024)  # the largest that glibc allows
+        libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_NBYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

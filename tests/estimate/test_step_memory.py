@@ -1,0 +1,102 @@
+"""What a rank takes and gives back in steps, without the C library's heap."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.estimate.model_profile import profile_model
+from unisono.estimate.operator_times import OperatorTimes
+from unisono.estimate.stage_memory import cut, with_stage
+from unisono.estimate.step_memory import (
+    Share,
+    in_one_process,
+    with_divided_state,
+    with_replicas,
+    with_shards,
+    with_shared_memory,
+)
+from unisono.parallel.pipeline.schedule import make_schedule
+
+WIDTH, BLOCKS, LEAVES = 256, 4, 8
+WEIGHTS = 4 * BLOCKS * (WIDTH + 1) * WIDTH
+
+
+def build():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)])
+    data = [(torch.zeros(WIDTH), 1)]
+    return model, torch.optim.AdamW(model.parameters()), loss, data
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.fixture(scope="module")
+def record():
+    return profile_model(build, micro_batch=4, stages=[], times=OperatorTimes()).record
+
+
+def share(record, ranks, micro_batches=1):
+    layout = NodeLayout.of(leaves=LEAVES, world_size=ranks, virtual_ranks=LEAVES)
+    return Share(record, layout, 0, micro_batches, 1024)
+
+
+def alive_after(trace):
+    """Return the bytes of each kind at the end, and the most that were there at a time."""
+    blocks, used, most = {}, Counter(), 0
+    for what, number, nbytes, kind in trace.operations:
+        if what == "give":
+            of_kind, size = blocks.pop(number)  # a KeyError: it was given back twice, or never taken
+            used[of_kind] -= size
+        elif what != "trim":
+            blocks[number] = kind, nbytes
+            used[kind] += nbytes
+            most = max(most, used.total())
+    return used, most
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_what_stays_from_step_to_step_is_that_of_the_engine(record, micro_batches):
+    def kept(trace):
+        used, _ = alive_after(trace)
+        assert used["activations"] == 0
+        return [round(used[kind] / WEIGHTS, 2) for kind in ("parameters", "gradients", "optimizer")]
+
+    assert kept(in_one_process(share(record, 1, micro_batches))) == [1, 1, 2]
+    assert kept(with_replicas(share(record, 2, micro_batches))) == [1, 1, 2]
+    assert kept(with_shared_memory(share(record, 2, micro_batches), keeps_own=True)) == [0, 0, 0]
+    assert kept(with_divided_state(share(record, 4, micro_batches))) == [1.25, 0.25, 0.5]
+    for by in ("block", "size"):
+        assert kept(with_shards(share(record, 4, micro_batches), by=by, replicas=1)) == [0.25, 0.25, 0.5]
+        assert kept(with_shards(share(record, 4, micro_batches), by=by, replicas=2)) == [0.5, 0.25, 0.5]
+
+
+def test_one_process_holds_as_many_sums_as_the_tree_needs(record):
+    _, most = alive_after(in_one_process(share(record, 1)))
+    assert 1 + 2 + 4 <= most / WEIGHTS < 1 + 2 + 4 + 0.2  # weights, state, three sums and a gradient
+
+
+def test_stages_have_the_passes_of_the_model_once(record):
+    stages = cut(record, ["1", "3"])
+    assert [len(stage.parameters) for stage in stages] == [2, 4, 2]
+    events = [event for stage in stages for event in (*stage.forward, *stage.backward)]
+    assert Counter(events) == Counter(record.passes)
+    for stage in stages:
+        assert Counter((*stage.for_inputs, *stage.for_weights)) == Counter(stage.backward)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gpipe"])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("zero", [False, True])
+def test_a_stage_keeps_its_part_of_the_state(record, schedule, replicas, zero):
+    passes = make_schedule(schedule, ranks=2, micro_batches=LEAVES // replicas)
+    for number, stage in enumerate(cut(record, ["2"])):
+        used, _ = alive_after(with_stage(share(record, replicas), stage, passes.actions[number], zero=zero))
+        divides = zero and replicas > 1
+        assert used["activations"] == 0
+        assert used["optimizer"] == pytest.approx(WEIGHTS / (2 if divides else 1), rel=0.03)
+        assert used["parameters"] == pytest.approx(WEIGHTS / 2 * (1.5 if divides else 1), rel=0.03)
