@@ -40,9 +40,10 @@ def command(monkeypatch):
 def test_list_names_every_benchmark_with_a_line(command, capsys):
     assert command(["--list"]) == 0
     names = [line.split(maxsplit=1)[0] for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1]
-    assert names[:7] == ["permutation", "step", "events", "top", "ddp", "replicate", "remote", "shared"]
+    assert names[:8] == ["permutation", "step", "events", "top", "ddp", "replicate", "remote", "shared"]
     assert names[8:] == [
         "protect",
+        "planning",
         "shards",
         "pipeline",
         "split",

@@ -30,7 +30,7 @@ import unisono
 from unisono import embedding
 from unisono.engine.selection import EngineFactory, select_engines
 from unisono.errors import UnisonoError
-from unisono.trainer import assembly
+from unisono.trainer import step_runners
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "trainer" / "programs"))
 from lamb import Lamb
@@ -184,7 +184,7 @@ def make_engine(self, optimizer):
 
 
 EngineFactory.engine = make_engine
-assembly.select_engines = lambda *given, **options: select_engines(*given, **{**options, "protect": True})
+step_runners.select_engines = lambda *given, **options: select_engines(*given, **{**options, "protect": True})
 
 dist.init_process_group("gloo", init_method=f"file://{FOLDER}/group", rank=RANK, world_size=SIZE)
 torch.manual_seed(0)
