@@ -76,7 +76,10 @@ def slow_hosts(slow_network, tmp_path) -> Iterator[Hosts]:
         launcher.check_nothing_is_left()
 
 
-@pytest.mark.parametrize("sync", ["None", "unisono.DiLoCo(every=4)"], ids=["each step", "DiLoCo"])
+@pytest.mark.parametrize(
+    "sync",
+    [pytest.param("None", id="each step"), pytest.param("unisono.DiLoCo(every=4)", id="DiLoCo", marks=pytest.mark.soak)],
+)
 def test_a_slow_link_changes_no_bit(slow_hosts, run_ranks, sync):
     source = TRAIN.replace("SYNC", sync)
     (slow_hosts.folder / "script.py").write_text(source)
