@@ -78,7 +78,10 @@ def slow_hosts(slow_network, tmp_path) -> Iterator[Hosts]:
 
 @pytest.mark.parametrize(
     "sync",
-    [pytest.param("None", id="each step"), pytest.param("unisono.DiLoCo(every=4)", id="DiLoCo", marks=pytest.mark.soak)],
+    [
+        pytest.param("None", id="each step"),
+        pytest.param("unisono.DiLoCo(every=4)", id="DiLoCo", marks=pytest.mark.soak),
+    ],
 )
 def test_a_slow_link_changes_no_bit(slow_hosts, run_ranks, sync):
     source = TRAIN.replace("SYNC", sync)
