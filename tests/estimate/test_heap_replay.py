@@ -1,17 +1,43 @@
 """What a process keeps of the memory that it has given back, by the C library's own heap."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
-from unisono.estimate.bare_rank import BareRank
-from unisono.estimate.heap_replay import MemoryOperation
+from unisono.estimate.heap_replay import HeapPeak, MemoryOperation
 
 MB = 1 << 20
+SERVER = """
+import json, sys
+from unisono.estimate.bare_rank import BareRank
+from unisono.estimate.heap_replay import MemoryOperation
+with BareRank(lambda: None) as rank:
+    for line in sys.stdin:
+        print(json.dumps(rank.replay([MemoryOperation(*each) for each in json.loads(line)])), flush=True)
+"""
+
+
+class Rank:
+    """A bare rank that was forked from a new process: the heap of this one has holes of other tests."""
+
+    def __init__(self, process):
+        self._process = process
+
+    def replay(self, operations):
+        self._process.stdin.write(json.dumps(operations) + "\n")
+        self._process.stdin.flush()
+        return HeapPeak(*json.loads(self._process.stdout.readline()))
 
 
 @pytest.fixture(scope="module")
 def rank():
-    with BareRank(lambda: None) as found:
-        yield found
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Rank(process)
+        process.stdin.close()
+        assert process.wait(timeout=60) == 0
 
 
 def take(block, nbytes, kind="activations"):

@@ -47,6 +47,7 @@ def arrive(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise HostRefusedError(f"hosts could not meet at {settings.endpoint}: {reason}") from error
     if admission is None and (problem := find_difference(meeting.hellos)) is not None:
+        meeting.let_all_read()  # otherwise the end of this process could hide the reason from others
         raise HostRefusedError(problem)
     meeting.servers.append(own)
     return meeting, admission

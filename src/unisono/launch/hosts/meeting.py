@@ -39,10 +39,13 @@ __all__ = ["Meeting", "meet"]
 _PAUSE_S = 0.1
 _CLOSED_S = 10.0
 """How long a host comes again where it finds a job of the same name that has ended."""
+_READ_S = 5.0
+"""How long a host that serves the store waits for others to read why hosts cannot form a job."""
 
 _ROLE_INFO = "torchelastic/role_info"
 _ASSIGNED_RANKS = "torchelastic/assigned_ranks"
 _HELLO = "unisono/hello"
+_READ = "unisono/read"
 
 
 @dataclass(kw_only=True)
@@ -66,6 +69,14 @@ class Meeting:
         """Return the names of all hosts by their numbers, as JSON."""
         told = {str(host): str(hello["name"]) for host, hello in self.hellos.items()}
         return {str(host): "(torchrun)" for host in range(self.place.hosts)} | told
+
+    def let_all_read(self) -> None:
+        """Return when all hosts know what each has said, if this process serves the store; after 5 s at most."""
+        with suppress(*STORE_ERRORS):
+            self.store.add(_READ, 1)
+            end_s = time.monotonic() + _READ_S
+            while self.hosts_store and self.store.add(_READ, 0) < len(self.hellos) and time.monotonic() < end_s:
+                time.sleep(0.02)
 
     def close_rendezvous(self) -> None:
         """Close torch's rendezvous, so that torchrun, which does not know of reports, starts no ranks anew."""
