@@ -78,6 +78,8 @@ class Generation:
         """By what ranks and these servers find each other; None without servers."""
         self.overdue: set[int] = set()
         """Ranks that were killed because they did not end after they had reported their failure."""
+        self.is_closed = False
+        """True once all ranks have ended and what was known about them has been used."""
         self._pids: dict[int, int] = {}
         self._failures: dict[int, RankFailure] = {}
         self._replaced: dict[int, RankFailure] = {}  # of processes that have been replaced since all went on
@@ -284,6 +286,7 @@ class Generation:
 
     def close(self) -> None:
         """Close all files. The ranks have ended."""
+        self.is_closed = True
         self.observer.close()
         for page in self.pages.values():
             page.close()

@@ -98,6 +98,9 @@ class HostReplacing(Replacing):
     def on_said(self, host: int, entry: Mapping[str, Any]) -> None:
         """Handle what an agent has told all."""
         do = entry["do"]
+        # The leader asks once more if it hears of another death while its decision to give up is still on the way.
+        if self._generation.is_closed or (self._is_over and do != "give up"):
+            return
         if do == "died" and self._hosts.leads:
             self._ask()
         elif self._hosts.joins and not (do == "decide" and entry.get("newcomer") == self._own_host):
