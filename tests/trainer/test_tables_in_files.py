@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,28 @@ def test_ranks_that_are_killed_are_replaced_by_some_that_map_the_same_rows(run_r
     job = run_ranks(2, PROGRAM, "rows", STEPS, "-", "0:2,1:4")
     assert job.sha() == in_memory
     assert "rank 0 was killed by SIGKILL" in job.said and "rank 1 was killed by SIGKILL" in job.said
+
+
+@pytest.mark.usefixtures("here")
+def test_a_rank_is_replaced_where_the_disk_has_room_for_the_rows_once(in_memory):
+    on_small_disk = (
+        "unshare",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs -o size=640k none rows && "$@"',
+        "-",
+    )
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*on_small_disk, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip("this machine lets nobody mount a small file system")
+    command = (sys.executable, "-m", "unisono", "run", "-n", "2", str(PROGRAM), "rows", str(STEPS), "-", "1:4")
+    done = subprocess.run([*on_small_disk, *command], capture_output=True, text=True, timeout=120, check=False)
+    assert in_memory in done.stdout, done.stderr
+    assert "rank 1 was killed by SIGKILL" in done.stderr and "replaced" in done.stderr
 
 
 @pytest.mark.usefixtures("here")

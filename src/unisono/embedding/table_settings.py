@@ -158,8 +158,12 @@ class Table:
         return self.length * LazyRows.NBYTES_PER_ROW if self.is_lazy else 0
 
 
-def check_room(tables: Mapping[str, Table]) -> None:
+def check_room(tables: Mapping[str, Table], *, have_files: bool = False) -> None:
     """Check that tables and their state fit the memory and the disks that they are to be in.
+
+    Args:
+        tables: The settings of each table, by name.
+        have_files: True if other ranks have files of tables in a directory, with the space that they need.
 
     Raises:
         ValueError: Files of tables cannot be in a directory.
@@ -173,9 +177,11 @@ def check_room(tables: Mapping[str, Table]) -> None:
         if table.directory is not None:
             check_directory(directory := Path(table.directory))
             of_disks.setdefault(directory.stat().st_dev, []).append(name)
-        if table.directory is None or file_system_of(directory) in _IN_MEMORY:
+        if table.directory is None or (file_system_of(directory) in _IN_MEMORY and not have_files):
             in_memory[name] += table.nbytes + table.state_nbytes
     _check_memory(tables, in_memory)
+    if have_files:
+        return
     for names in of_disks.values():
         directory = Path(tables[names[0]].directory or "")
         wanted, free = sum(tables[name].nbytes + tables[name].state_nbytes for name in names), free_bytes(directory)

@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import nn
 
+from unisono import recovery_link
 from unisono.embedding.serving import ServerCounts, Serving, serving_for
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
@@ -61,7 +62,8 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
                     "without dots"
                 )
         self._serving = serving_for(tables, servers, consistency, placement, os.environ)
-        check_room(tables)
+        # A process that takes the place of a rank maps the files of the others; see `engine/shared/table_files.py`.
+        check_room(tables, have_files=recovery_link.current is not None and recovery_link.current.is_new)
         super().__init__()
         # Not by add_module, which refuses the names of this class's attributes: a table may be called "items".
         self._modules |= {
