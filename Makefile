@@ -1,11 +1,11 @@
-# make demo | test | lint | bench | soak | schedulers | clean      (all but the last install what they need into .venv)
+# make demo | test | lint | bench | soak | schedulers | ray | clean      (all but the last install what they need into .venv)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?= tests
 
-.PHONY: demo test lint bench soak schedulers clean
+.PHONY: demo test lint bench soak schedulers ray clean
 
 demo: $(VENV)/.stamp-examples
 	$(BIN)/unisono run -n 2 examples/digits.py
@@ -20,6 +20,11 @@ soak: $(VENV)/.stamp-dev
 # Real Slurm on this machine (needs root, and Debian's slurm-wlm, munge and iproute2), and real MPI (openmpi-bin, mpich).
 schedulers: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -rs -m "soak or not soak" tests/launch/test_slurm.py tests/job/test_mpi.py
+
+# A real Ray cluster of several nodes on this machine.
+ray: $(VENV)/.stamp-dev
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[ray]"
+	$(BIN)/python -m pytest -rs tests/launch/test_ray.py
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

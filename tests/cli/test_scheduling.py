@@ -206,7 +206,7 @@ def test_preemptions_are_not_counted_and_ranks_have_time_to_save(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--time", "2:00:00", "train.py"], "--time is for a scheduler: give --on slurm or --on kubernetes"),
+        (["--time", "2:00:00", "train.py"], "--time is for a scheduler: give --on slurm, --on kubernetes or --on ray"),
         (["--dry-run", "train.py"], "--dry-run is for a scheduler"),
         (["--on", "slurm", "--time", "2h", "train.py"], "'2h' is not a time limit of Slurm"),
         (["--on", "slurm", "--image", "x", "train.py"], "--image is for --on kubernetes"),
@@ -226,7 +226,22 @@ def test_preemptions_are_not_counted_and_ranks_have_time_to_save(capsys):
             ["--on", "kubernetes", "--dry-run", "--image", "x", "--volume", "a:b", "train.py"],
             "'a:b' is not CLAIM:/PATH",
         ),
-        (["--on", "pbs", "train.py"], "'pbs' is not one of 'slurm', 'kubernetes'"),
+        (["--on", "pbs", "train.py"], "'pbs' is not one of 'slurm', 'kubernetes', 'ray'"),
+        (["--on", "ray", "train.py"], "--on ray needs --num-workers, the number of ranks"),
+        (["--on", "ray", "--num-workers", "0", "train.py"], "'0' is not a number of them"),
+        (
+            ["--on", "ray", "--num-workers", "2", "-n", "2", "train.py"],
+            "--nproc-per-node says how many ranks",
+        ),
+        (["--on", "ray", "--num-workers", "2", "--nnodes", "2", "train.py"], "--nnodes says how many ranks are where"),
+        (["--on", "ray", "--num-workers", "2", "--stdin", "0", "train.py"], "--stdin is for launchers that you start"),
+        (["--on", "ray", "--num-workers", "2", "--dry-run", "train.py"], "--dry-run is for --on slurm and kubernetes"),
+        (["--on", "slurm", "--num-workers", "2", "train.py"], "--num-workers is for --on ray, and this is --on slurm"),
+        (
+            ["--on", "ray", "--num-workers", "2", "--ray-address", "ray://a:1", "train.py"],
+            "'ray://a:1' is an address for",
+        ),
+        (["--on", "ray", "--num-workers", "2", "other.py"], "no such file: 'other.py'"),
     ],
 )
 def test_a_mistake_is_refused_in_a_sentence(words, message):

@@ -165,17 +165,19 @@ def start_one(
 
 
 def test_a_host_that_comes_late_brings_ranks_and_one_that_dies_meanwhile_changes_nothing(hosts, calm_sha):
+    finish(hosts.start(0, "token", "token"))
+    token = ("--rdzv-token-file", "token")
     hold(hosts)
-    first = start_one(hosts, 0, "1:2", "0.25", ranks=2)
+    first = start_one(hosts, 0, "1:2", "0.25", ranks=2, flags=token)
     await_line(first, "working", stream="stdout")
-    lost = start_one(hosts, 1, "1:2", "0.25", ranks=2)
-    await_line(first, "unisono: host 1, host1 (10.97.0.2), joins with ranks 2-3, which start now")
+    lost = start_one(hosts, 1, "1:2", "0.25", ranks=2, flags=token)
+    told = await_line(first, "unisono: host 1, host1 (10.97.0.2), joins with ranks 2-3, which start now")
     os.kill(lost.pid, signal.SIGKILL)
     finish(lost)
     hold(hosts)
-    late = start_one(hosts, 1, "1:2", "0.25", ranks=2)
+    late = start_one(hosts, 1, "1:2", "0.25", ranks=2, flags=token)
     go_on(hosts, new=2)
-    told = await_line(first, "has joined")
+    told += await_line(first, "has joined")
     done = [finish(first), finish(late)]
     assert [job.returncode for job in done] == [0, 0], told + done[0].stderr + done[1].stderr
     assert "unisono: host 1, host1 (10.97.0.2), its launcher was killed; it had not joined yet" in told
@@ -183,6 +185,7 @@ def test_a_host_that_comes_late_brings_ranks_and_one_that_dies_meanwhile_changes
     assert "joins the running job as host 2: ranks 2-3 of 4" in done[1].stderr
     assert sha_of(done[0].stdout) == calm_sha
     assert "place: 3 4 2 2" in done[1].stdout
+    assert "does not know the token" not in told + done[0].stderr + done[1].stderr
 
 
 @pytest.mark.soak

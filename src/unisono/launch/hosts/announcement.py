@@ -21,6 +21,7 @@ from unisono.launch.hosts.endpoint import guard_store, listen
 from unisono.launch.hosts.guarded_port import LocalPort
 from unisono.launch.hosts.host_settings import HostSettings
 from unisono.launch.hosts.own_store import connect
+from unisono.launch.hosts.shared_token import TokenError, introduce
 from unisono.launch.hosts.term import STORE_ERRORS
 from unisono.tcp_store import LOOPBACK, serve_store
 
@@ -102,14 +103,16 @@ class Announcement:
         """Return where the store of the endpoint is reached, or of what stands in for it.
 
         Raises:
-            OSError: Nothing is there.
+            OSError: Nothing is there, or nothing that knows the token.
         """
         port, token = self._settings.endpoint_port, self._settings.token
         try:
-            socket.create_connection((self._addresses.endpoint, port), timeout=2.0).close()
-        except OSError:
+            with socket.create_connection((self._addresses.endpoint, port), timeout=2.0) as probe:
+                if token:
+                    introduce(probe, token)
+        except (OSError, TokenError) as error:
             if not self._servers:
-                raise
+                raise ConnectionError(str(error)) from error
             return (LOOPBACK if token else self._addresses.local, self._servers[0].port), None
         if token:
             way = LocalPort((self._addresses.endpoint, port), token)
