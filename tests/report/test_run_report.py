@@ -67,6 +67,17 @@ def test_a_page_is_whole_in_a_browser(browser, tmp_path, state):
     assert browser.problems == []
 
 
+@pytest.mark.soak
+def test_a_page_of_a_million_steps_is_small(browser, tmp_path):
+    document = open_run(written_runs.many_steps(tmp_path / "run", steps=1_000_000))
+    page = tmp_path / "page.html"
+    page.write_text(render_page(document))
+    assert page.stat().st_size < 3_000_000
+    browser.open(page, width=1280, dark=False)
+    assert browser.problems == []
+    assert "97.25" in page.read_text()
+
+
 def test_the_data_in_a_page_reads_back(tmp_path):
     document = open_run(written_runs.nasty(tmp_path / "nasty"))
     (tmp_path / "page.html").write_text(render_page(document))

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unisono.launch.ray.function_program import RESULT
-from unisono.launch.spawn.agent_process import end_with_caller
 
 __all__ = ["NodeFacts", "NodeLauncher", "NodeOutput", "watch_actor"]
 
@@ -41,8 +40,6 @@ class NodeFacts(NamedTuple):
     address: str
     gpus: tuple[str, ...]
     """The GPUs that Ray has given to this process."""
-    versions: Mapping[str, str]
-    """The versions that must be equal on all nodes."""
 
 
 class NodeOutput(NamedTuple):
@@ -66,9 +63,7 @@ class NodeLauncher:
     def facts(self) -> NodeFacts:
         """Return the facts about this node."""
         ray: Any = import_module("ray")
-        versions = {name: version(name) for name in ("torch", "unisono")}
-        gpus = tuple(map(str, ray.get_gpu_ids()))
-        return NodeFacts(socket.gethostname(), ray.util.get_node_ip_address(), gpus, versions)
+        return NodeFacts(socket.gethostname(), ray.util.get_node_ip_address(), tuple(map(str, ray.get_gpu_ids())))
 
     def gpus(self) -> tuple[str, ...]:
         """Return the GPUs that Ray has given to this process."""
@@ -117,11 +112,12 @@ class NodeLauncher:
         if call is not None:
             (files / "call").write_bytes(call)
         lifeline, self._lifeline = os.pipe()
-        words = [names.get(word, word) for word in (*flags, *command)]
+        words = [names.get(word, word) for word in flags]
+        words += [names.get(word, word) for word in command] if call is not None else command
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
         try:
             self._process = process = subprocess.Popen(
-                [sys.executable, "-c", _STARTER, str(lifeline), "run", *words],
+                [sys.executable, "-c", _STARTER, str(lifeline), str(files), "run", *words],
                 cwd=folder or None,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -175,8 +171,17 @@ class NodeLauncher:
 
 
 def watch_actor() -> None:
-    """End this process, a launcher, when its actor is gone. The first argument is the end of a pipe, and is removed."""
+    """End this process, a launcher, when its actor is gone, and remove the files of the job then.
+
+    The first two arguments, which are removed, are the end of a pipe and the folder of these files.
+    """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT, and their children would, too
-    lifeline = int(sys.argv.pop(1))
+    lifeline, folder = int(sys.argv.pop(1)), sys.argv.pop(1)
     os.set_inheritable(lifeline, False)
-    threading.Thread(target=end_with_caller, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_end_with_actor, args=(lifeline, folder), daemon=True).start()
+
+
+def _end_with_actor(lifeline: int, folder: str) -> None:
+    os.read(lifeline, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -98,7 +98,9 @@ class RayJob:
                 self._follow()
                 if self._call is not None:
                     self._collect()
-                return max((node.code for node in self._nodes if node.code is not None), default=1)
+                codes = [node.code for node in self._nodes if node.code is not None]
+                # A launcher that was cut off, or came too late, fails alone. If the job does, all of them do.
+                return 0 if 0 in codes else max(codes, default=1)
             finally:
                 self._close()
 
@@ -159,7 +161,7 @@ class RayJob:
         except ray.exceptions.GetTimeoutError:
             raise LaunchError(f"no process of Ray has started on node {share.node} within {_START_S:g} s") from None
         except ray.exceptions.RayError as error:
-            raise LaunchError(f"no launcher could be started on node {share.node}: {_first_line(error)}") from error
+            raise LaunchError(f"no launcher could be started on node {share.node}: {_reason(error)}") from error
         return _Node(share, launcher, facts)
 
     def _start(self) -> None:
@@ -267,8 +269,7 @@ class RayJob:
         ray = _ray()
         for node in self._nodes:
             with suppress(ray.exceptions.RayError):
-                if node.code is not None:
-                    ray.get(node.launcher.close.remote(), timeout=_START_S)
+                ray.get(node.launcher.close.remote(), timeout=_START_S)
                 ray.kill(node.launcher)
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
@@ -286,7 +287,7 @@ def _connected(address: str | None) -> Iterator[None]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = f"at {address}" if address else "that RAY_ADDRESS names, or that runs on this machine,"
         raise LaunchError(
-            f"no Ray cluster {where} answers: {_first_line(error)}. Start one by `ray start --head`, or give "
+            f"no Ray cluster {where} answers: {_reason(error)}. Start one by `ray start --head`, or give "
             "--ray-address HOST:PORT"
         ) from error
     try:
@@ -307,5 +308,7 @@ def _ray() -> Any:
         raise LaunchError("a job on Ray needs the package ray, which is not installed: pip install ray") from error
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
+def _reason(error: Exception) -> str:
+    """Return the line of an error of Ray that tells most: a module that is missing, or the first one."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return next((line for line in lines if "No module named" in line), lines[0]).strip().rstrip(".")
