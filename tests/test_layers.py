@@ -8,6 +8,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -72,6 +73,17 @@ def test_no_module_is_in_a_circle():
         if name != "unisono"
     }
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_two_files_and_no_two_classes_share_a_name():
+    files = Counter(path.name for path in MODULES.values() if not path.name.startswith("__"))
+    classes = Counter(
+        node.name.lstrip("_")
+        for path in MODULES.values()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in (files + classes).items() if count > 1] == []
 
 
 def _own_package(module: str) -> set[str]:

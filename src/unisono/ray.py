@@ -13,7 +13,7 @@ import cloudpickle
 from unisono.arguments import whole
 from unisono.errors import LaunchError
 from unisono.launch.ray.merged_output import MergedOutput
-from unisono.launch.ray.placement import RayRequest
+from unisono.launch.ray.node_shares import RayRequest
 from unisono.launch.ray.ray_job import RayJob
 
 __all__ = ["run"]

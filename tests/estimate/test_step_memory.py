@@ -12,7 +12,7 @@ from unisono.estimate.model_profile import profile_model
 from unisono.estimate.operator_times import OperatorTimes
 from unisono.estimate.stage_memory import cut, with_stage
 from unisono.estimate.step_memory import (
-    Share,
+    RankShare,
     in_one_process,
     with_divided_state,
     with_replicas,
@@ -42,7 +42,7 @@ def record():
 
 def share(record, ranks, micro_batches=1):
     layout = NodeLayout.of(leaves=LEAVES, world_size=ranks, virtual_ranks=LEAVES)
-    return Share(record, layout, 0, micro_batches, 1024)
+    return RankShare(record, layout, 0, micro_batches, 1024)
 
 
 def alive_after(trace):

@@ -269,7 +269,7 @@ def _kept(context: click.Context, *, without: str = "nnodes") -> list[str]:
 
 def _on_ray(given: Mapping[str, Any], command: Sequence[str], context: click.Context) -> int:
     from unisono.launch.ray.merged_output import MergedOutput  # noqa: PLC0415
-    from unisono.launch.ray.placement import RayRequest  # noqa: PLC0415
+    from unisono.launch.ray.node_shares import RayRequest  # noqa: PLC0415
     from unisono.launch.ray.ray_job import RayJob  # noqa: PLC0415
 
     request = RayRequest(

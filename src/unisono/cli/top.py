@@ -61,7 +61,7 @@ def top(job: str | None) -> int:
     JOB is its number or name from `unisono ps`; it may be left out if only one job is running. The job continues
     undisturbed. Keys: q leaves, j and k scroll. Without a terminal, one picture is printed.
     """
-    samples = _Samples(find_job(job))
+    samples = _UsageSamples(find_job(job))
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return _print_once(samples)
     try:
@@ -74,7 +74,7 @@ def top(job: str | None) -> int:
     return 0
 
 
-def _print_once(samples: _Samples) -> int:
+def _print_once(samples: _UsageSamples) -> int:
     for number in range(_FIRST):
         if number:
             time.sleep(_FIRST_LOOK_S)
@@ -85,7 +85,7 @@ def _print_once(samples: _Samples) -> int:
     return 0
 
 
-def _watch(samples: _Samples, read_key: Callable[[float], str]) -> None:
+def _watch(samples: _UsageSamples, read_key: Callable[[float], str]) -> None:
     first, size, before_s = 0, os.terminal_size((0, 0)), samples.used_s
     for looks in count(1):
         if not samples.look():
@@ -145,7 +145,7 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-class _Samples:
+class _UsageSamples:
     """The observations of a job in the latest seconds.
 
     Args:

@@ -16,7 +16,7 @@ from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
 from unisono.estimate.memory_trace import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTrace
 from unisono.estimate.model_profile import ModelProfile
 from unisono.estimate.step_memory import (
-    Share,
+    RankShare,
     in_one_process,
     with_divided_state,
     with_replicas,
@@ -115,14 +115,14 @@ def _layout(workload: Workload) -> NodeLayout:
     return NodeLayout.of(leaves=leaves, world_size=workload.ranks, virtual_ranks=leaves)
 
 
-def _share(profile: ModelProfile, workload: Workload, ranks: int) -> Share:
+def _share(profile: ModelProfile, workload: Workload, ranks: int) -> RankShare:
     """Return what the rank with the most shares computes."""
     leaves = workload.virtual_ranks
     layout = NodeLayout.of(leaves=leaves, world_size=ranks, virtual_ranks=leaves)
     rank = busiest(layout)
     count = sum(node.stop - node.start for node in layout.nodes[rank])
     batch = count * workload.micro_batches * profile.inputs_nbytes
-    return Share(profile.record, layout, rank, workload.micro_batches, batch, profile.buffers_nbytes)
+    return RankShare(profile.record, layout, rank, workload.micro_batches, batch, profile.buffers_nbytes)
 
 
 def busiest(layout: NodeLayout) -> int:

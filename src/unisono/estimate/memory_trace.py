@@ -20,10 +20,10 @@ __all__ = [
     "OPTIMIZER",
     "PARAMETERS",
     "STEPS",
+    "GradientSink",
     "Gradients",
     "MemoryTrace",
-    "Passes",
-    "Sink",
+    "MicroBatchPasses",
     "Update",
     "add_last_leaf",
     "push",
@@ -88,12 +88,12 @@ class MemoryTrace:
             reads: Called with each parameter that is read.
             complete: Called with each parameter whose gradient is complete, which is in `gradients` then.
         """
-        run = Passes(self, record)
+        run = MicroBatchPasses(self, record)
         run.run(record.passes, gradients, reads=reads, complete=complete)
         run.end()
 
 
-class Passes:
+class MicroBatchPasses:
     """The blocks of a micro-batch under way.
 
     Args:
@@ -148,7 +148,7 @@ class Passes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sink:
+class GradientSink:
     """What an engine does with gradients."""
 
     sum_of: Callable[[int, int | None, int | None], None]
@@ -165,7 +165,9 @@ class Sink:
     """Called after them."""
 
 
-def run_leaves(trace: MemoryTrace, record: StepRecord, nodes: Sequence[Node], micro_batches: int, sink: Sink) -> None:
+def run_leaves(
+    trace: MemoryTrace, record: StepRecord, nodes: Sequence[Node], micro_batches: int, sink: GradientSink
+) -> None:
     """Run the passes of a rank's leaves, and add up their gradients as `engine.accumulation` does."""
     for i, node in enumerate(nodes):
         stack: list[Gradients] = []
@@ -206,7 +208,7 @@ def push(trace: MemoryTrace, stack: list[Gradients], gradients: Gradients, leaf:
 
 
 def add_last_leaf(
-    trace: MemoryTrace, parameter: int, gradient: int | None, stack: Sequence[Gradients], sink: Sink
+    trace: MemoryTrace, parameter: int, gradient: int | None, stack: Sequence[Gradients], sink: GradientSink
 ) -> None:
     """Add the gradient of a parameter of the last leaf; see `GradientAccumulation._add_last_leaf`."""
     for lefts in reversed(stack[1:]):

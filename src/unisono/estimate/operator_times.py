@@ -29,7 +29,7 @@ _AUTOGRAD_S = 4e-6
 """The time that autograd adds to an operator: a node of the graph, and its call in the backward pass."""
 
 
-class _Layout(NamedTuple):
+class _OperandLayout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -87,11 +87,11 @@ def _is_metadata(func: Any, result: Any) -> bool:
 def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf if leaf.__hash__ is not None else repr(leaf)
-    return _Layout(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
+    return _OperandLayout(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
 
 
 def _made(leaf: Any) -> Any:
-    if not isinstance(leaf, _Layout):
+    if not isinstance(leaf, _OperandLayout):
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype)
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:

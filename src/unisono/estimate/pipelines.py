@@ -11,7 +11,7 @@ from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
 from unisono.estimate.layouts import busiest, memory_of, sending_s, sum_traffic
 from unisono.estimate.model_profile import ModelProfile
 from unisono.estimate.stage_memory import cut, with_stage
-from unisono.estimate.step_memory import Share
+from unisono.estimate.step_memory import RankShare
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.expectation import Expectation, fastest
 from unisono.parallel.pipeline.measuring import STATE_COPIES
@@ -94,7 +94,7 @@ def _cost(
     timeline = simulate(passes, expected.costs, transfer=transfer_s)
     layout = NodeLayout.of(leaves=workload.virtual_ranks, world_size=replicas, virtual_ranks=workload.virtual_ranks)
     rank = busiest(layout)
-    share = Share(
+    share = RankShare(
         profile.record,
         layout,
         rank,

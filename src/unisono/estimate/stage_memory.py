@@ -15,15 +15,15 @@ from unisono.estimate.memory_trace import (
     PARAMETERS,
     STEPS,
     Gradients,
+    GradientSink,
     MemoryTrace,
-    Passes,
-    Sink,
+    MicroBatchPasses,
     Update,
     add_last_leaf,
     push,
 )
 from unisono.estimate.model_profile import StepRecord
-from unisono.estimate.step_memory import DividedSteps, Share, take_rows
+from unisono.estimate.step_memory import DividedSteps, RankShare, take_rows
 from unisono.parallel.pipeline.schedule import Action
 
 __all__ = ["StagePasses", "cut", "with_stage"]
@@ -106,7 +106,7 @@ def _divide_backward(stage: StagePasses, gradients: Collection[int | None]) -> N
         (stage.for_inputs if is_taken else stage.for_weights).append(event)
 
 
-def with_stage(share: Share, stage: StagePasses, actions: Sequence[Action], *, zero: bool) -> MemoryTrace:
+def with_stage(share: RankShare, stage: StagePasses, actions: Sequence[Action], *, zero: bool) -> MemoryTrace:
     """Return the steps of a rank with a stage.
 
     Args:
@@ -129,7 +129,7 @@ def with_stage(share: Share, stage: StagePasses, actions: Sequence[Action], *, z
 class _WholeStage:
     """A rank that updates all of its stage; see `LocalEngine` and `CollectiveEngine`."""
 
-    def __init__(self, share: Share, stage: StagePasses) -> None:
+    def __init__(self, share: RankShare, stage: StagePasses) -> None:
         parameters = share.record.parameters
         self.trace = trace = MemoryTrace()
         nbytes = sum(parameters[i].nbytes for i in stage.parameters)
@@ -140,7 +140,7 @@ class _WholeStage:
             take_rows(trace, nbytes, share.layout, share.rank)
         self._update = Update(trace, share.record, dict.fromkeys(stage.parameters, 1.0))
         self.total: Gradients = {}
-        self.sink = Sink(sum_of=self._sum_of, node=lambda _, sums: trace.give_all(sums))
+        self.sink = GradientSink(sum_of=self._sum_of, node=lambda _, sums: trace.give_all(sums))
 
     def begin(self) -> None:
         """Begin a step."""
@@ -161,12 +161,12 @@ class _DividedStage:
 
     is_alone = False
 
-    def __init__(self, share: Share, stage: StagePasses) -> None:
+    def __init__(self, share: RankShare, stage: StagePasses) -> None:
         units = _units(share.record, stage.parameters)
         self._steps = DividedSteps(share, units, replicas=len(share.layout.nodes))
         self.trace = self._steps.trace
         self.total: Gradients = {}
-        self.sink = Sink(sum_of=self._steps.sum_of, node=self._steps.node)
+        self.sink = GradientSink(sum_of=self._steps.sum_of, node=self._steps.node)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -179,18 +179,18 @@ class _DividedStage:
         self._steps.spread()
 
 
-def _run(share: Share, stage: StagePasses, actions: Sequence[Action], steps: _WholeStage | _DividedStage) -> None:
+def _run(share: RankShare, stage: StagePasses, actions: Sequence[Action], steps: _WholeStage | _DividedStage) -> None:
     """Run the passes of a step."""
     trace = steps.trace
     leaves = [leaf for node in share.nodes for leaf in range(node.start, node.stop)]
-    under_way: dict[int, tuple[Passes, list[int]]] = {}
+    under_way: dict[int, tuple[MicroBatchPasses, list[int]]] = {}
     """The passes of micro-batches, and what was received for them."""
     stack: list[Gradients] = []
     gradients: Gradients = {}
     for kind, _, micro_batch in actions:
         if kind == "forward":
             held = [trace.take(stage.entering_nbytes, ACTIVATIONS)]
-            under_way[micro_batch] = passes, _ = Passes(trace, share.record), held
+            under_way[micro_batch] = passes, _ = MicroBatchPasses(trace, share.record), held
             passes.run(stage.forward, {})
             continue
         passes, held = under_way[micro_batch]

@@ -19,8 +19,8 @@ from unisono.estimate.memory_trace import (
     PARAMETERS,
     STEPS,
     Gradients,
+    GradientSink,
     MemoryTrace,
-    Sink,
     Update,
     push,
     run_leaves,
@@ -31,7 +31,7 @@ from unisono.plan.bucketing import Item, group_by_size
 
 __all__ = [
     "DividedSteps",
-    "Share",
+    "RankShare",
     "in_one_process",
     "take_rows",
     "with_divided_state",
@@ -46,7 +46,7 @@ _TRIMMED_NBYTES = 32 << 20
 """Parameters from which on free memory is given back before each step; see `engine.sharded.sharded_engine`."""
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What a rank computes in a step."""
 
     record: StepRecord
@@ -69,7 +69,7 @@ class Share(NamedTuple):
         return sum(parameter.nbytes for parameter in self.record.parameters)
 
 
-def in_one_process(share: Share) -> MemoryTrace:
+def in_one_process(share: RankShare) -> MemoryTrace:
     """Return the steps of a rank that has all shares; see `LocalEngine`."""
     trace = _with_model(share)
     update, (node,) = Update(trace, share.record), share.nodes
@@ -89,7 +89,7 @@ def in_one_process(share: Share) -> MemoryTrace:
     return trace
 
 
-def with_replicas(share: Share) -> MemoryTrace:
+def with_replicas(share: RankShare) -> MemoryTrace:
     """Return the steps of a rank that sums gradients through the process group; see `CollectiveEngine`."""
     trace = _with_model(share)
     sizes = [parameter.nbytes for parameter in share.record.parameters[::-1] if parameter.gradient is not None]
@@ -101,7 +101,7 @@ def with_replicas(share: Share) -> MemoryTrace:
         trace.give(left)
         trace.give(gradient)
 
-    sink = Sink(sum_of=sum_of, node=lambda _, sums: trace.give_all(sums))
+    sink = GradientSink(sum_of=sum_of, node=lambda _, sums: trace.give_all(sums))
     for _ in range(STEPS):
         batch = trace.take(share.batch_nbytes, ACTIVATIONS)
         run_leaves(trace, share.record, share.nodes, share.micro_batches, sink)
@@ -121,7 +121,7 @@ def take_rows(trace: MemoryTrace, nbytes: int, layout: NodeLayout, rank: int) ->
             trace.take(count * (nbytes if ranks == 2 else nbytes // ranks), GRADIENTS)
 
 
-def with_shared_memory(share: Share, *, keeps_own: bool) -> MemoryTrace:
+def with_shared_memory(share: RankShare, *, keeps_own: bool) -> MemoryTrace:
     """Return the steps of a rank of the shared-memory engine, without what lies in shared memory; see `SharedEngine`.
 
     Args:
@@ -154,7 +154,7 @@ def with_shared_memory(share: Share, *, keeps_own: bool) -> MemoryTrace:
 
     for _ in range(STEPS):
         batch = trace.take(share.batch_nbytes, ACTIVATIONS)
-        run_leaves(trace, share.record, share.nodes, share.micro_batches, Sink(sum_of=sum_of, node=node))
+        run_leaves(trace, share.record, share.nodes, share.micro_batches, GradientSink(sum_of=sum_of, node=node))
         for block in own:
             trace.give(block)
         own.clear()
@@ -200,7 +200,7 @@ class _DividedUnit:
 class DividedSteps:
     """The steps of a rank with a part of the state; see `ShardedEngine` and `UnitExchange`."""
 
-    def __init__(self, share: Share, units: Sequence[Sequence[int]], replicas: int) -> None:
+    def __init__(self, share: RankShare, units: Sequence[Sequence[int]], replicas: int) -> None:
         self.share, self.trace = share, MemoryTrace()
         parameters = share.record.parameters
         self.grid = ShardGrid(rank=share.rank, ranks=len(share.layout.nodes), replicas=replicas)
@@ -292,10 +292,10 @@ class DividedSteps:
                     self.trace.give(block)
 
 
-def with_divided_state(share: Share) -> MemoryTrace:
+def with_divided_state(share: RankShare) -> MemoryTrace:
     """Return the steps of a rank that has all weights, and a part of the optimizer's state: `Shard(zero=1)`."""
     steps = DividedSteps(share, share.record.units["size"], len(share.layout.nodes))
-    sink = Sink(sum_of=steps.sum_of, node=steps.node)
+    sink = GradientSink(sum_of=steps.sum_of, node=steps.node)
     for _ in range(STEPS):
         batch = steps.trace.take(share.batch_nbytes, ACTIVATIONS)
         steps.begin()
@@ -307,7 +307,7 @@ def with_divided_state(share: Share) -> MemoryTrace:
     return steps.trace
 
 
-def with_shards(share: Share, *, by: str, replicas: int) -> MemoryTrace:
+def with_shards(share: RankShare, *, by: str, replicas: int) -> MemoryTrace:
     """Return the steps of a rank that has a part of the weights, too: `Shard(by=…, replicas=…)`.
 
     A unit is together from the first operator that reads one of its parameters until one reads a parameter of another
@@ -327,7 +327,7 @@ def with_shards(share: Share, *, by: str, replicas: int) -> MemoryTrace:
         steps.bring(unit)
         now.append(unit)
 
-    sink = Sink(sum_of=steps.sum_of, node=steps.node, reads=reads)
+    sink = GradientSink(sum_of=steps.sum_of, node=steps.node, reads=reads)
     for _ in range(STEPS):
         batch = steps.trace.take(share.batch_nbytes, ACTIVATIONS)
         steps.begin()
@@ -343,7 +343,7 @@ def with_shards(share: Share, *, by: str, replicas: int) -> MemoryTrace:
     return steps.trace
 
 
-def _with_model(share: Share) -> MemoryTrace:
+def _with_model(share: RankShare) -> MemoryTrace:
     trace = MemoryTrace()
     trace.map(share.parameters_nbytes + share.buffers_nbytes, PARAMETERS)
     return trace

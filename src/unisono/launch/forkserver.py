@@ -62,14 +62,14 @@ def main() -> None:
         os._exit(1)
     channel = Channel(socket.socket(fileno=file))
     os.set_inheritable(file, False)
-    server = _Server(channel)
+    server = _ForkServer(channel)
     process = server.serve()
     # Only a rank gets here. Its call stack holds nothing of the server.
     del server, channel
     run_program(process)
 
 
-class _Server:
+class _ForkServer:
     """The loop of the fork server and its state, all of which a rank gives up."""
 
     def __init__(self, channel: Channel) -> None:

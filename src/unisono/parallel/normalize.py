@@ -57,13 +57,13 @@ def normalize_over_ranks(
             backward. Found on the CPU alone.
     """
     recording = torch.is_grad_enabled()
-    call = _Call(running=running, momentum=momentum, eps=eps, link=link, recording=recording)
+    call = _NormalizationCall(running=running, momentum=momentum, eps=eps, link=link, recording=recording)
     out: Tensor = _Normalize.apply(values, weight, bias, call)  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
+class _NormalizationCall:
     """The arguments of one call that are not differentiated."""
 
     running: tuple[Tensor, Tensor] | None
@@ -75,7 +75,9 @@ class _Call:
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, weight: Tensor | None, bias: Tensor | None, call: _NormalizationCall
+    ) -> Tensor:
         wide = _wide(values)
         needs = ctx.needs_input_grad
         told = (_BACKWARD * any(needs[:3]) + _INPUT * needs[0]) if call.recording else 0

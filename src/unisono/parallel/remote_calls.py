@@ -50,7 +50,7 @@ _PLACES = {"value.inputs[0]": "args", "value.inputs[1]": "kwargs", "value.output
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
+class _RemoteRequest:
     """The message of a rank to the owner."""
 
     token: str
@@ -132,7 +132,7 @@ class RemoteCalls:
         kinds = ", ".join(map(describe, values)) or "nothing"
         if group.check is not None:
             group.check.compare(self._call, described=kinds)
-        request = _Request(
+        request = _RemoteRequest(
             token=self._token,
             call=f"{self._call}: call {number}, {mode}",
             inputs=inputs,
@@ -191,7 +191,7 @@ class RemoteCalls:
             torch.set_rng_state(own_state)
         return replies, passes, None
 
-    def _run_one(self, request: _Request) -> Payload:
+    def _run_one(self, request: _RemoteRequest) -> Payload:
         """Run the module for one rank, with that rank's random numbers."""
         assert self._module is not None
         if request.inputs is None:
@@ -327,14 +327,14 @@ def _check_backward(group: Group, replies: Sequence[Payload]) -> None:
             )
 
 
-def _open(received: Received, each: _Pass, *, gradients: bool) -> _Request:
+def _open(received: Received, each: _Pass, *, gradients: bool) -> _RemoteRequest:
     """Return a rank's request, with inputs at which a graph begins if they require a gradient."""
     tensors = received.unpack()
     if gradients:
         for place, meta in enumerate(each.inputs):
             if meta.follow == FOLLOWED:
                 tensors[place], _ = enter(tensors[place], each.captured, place)
-    request: _Request = received.open(tensors)
+    request: _RemoteRequest = received.open(tensors)
     return request
 
 

@@ -45,7 +45,7 @@ def main() -> NoReturn:
     Server(page, int(os.environ[SERVER_VARIABLE])).run()
 
 
-class _Table(NamedTuple):
+class _ServerTable(NamedTuple):
     """A table, as this process has mapped it."""
 
     rule: type[RowOptimizer]
@@ -120,7 +120,7 @@ class _Session:
             return RowStore.of(segments[tensor.segment].tensor(tensor.offset, tensor.shape, dtype))
 
         self._tables = [
-            _Table(
+            _ServerTable(
                 rule_named(table.rule),
                 weight := store(table.weight),
                 {key: store(value) for key, value in table.state.items()},
@@ -202,7 +202,7 @@ class _Session:
                 )
                 yield update, entries
 
-    def _copies(self, table: _Table, count: int) -> list[Tensor]:
+    def _copies(self, table: _ServerTable, count: int) -> list[Tensor]:
         """Return memory in the redo record for copies of rows of a table and its state."""
         offset, copies = 0, []
         for store in table.stores:

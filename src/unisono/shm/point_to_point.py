@@ -30,7 +30,7 @@ BUDGET_NBYTES = 32 * 1024 * 1024
 """Size of all rings of a group together. The cells of rings without messages are never touched and cost nothing."""
 
 
-class _Message:
+class _SharedMessage:
     """A message that has begun to arrive."""
 
     __slots__ = ("address", "arrived", "buffer", "receive", "tag", "total")
@@ -88,9 +88,9 @@ class PointToPoint:
         """By target, the sends that are not completely in the ring yet; no empty queues."""
         self._receives: list[Transfer] = []
         """Receives without a message, in the order of their calls."""
-        self._arriving: dict[int, _Message] = {}
+        self._arriving: dict[int, _SharedMessage] = {}
         """By source, the message that is partly read."""
-        self._aside: list[list[_Message]] = [[] for _ in range(self.size)]
+        self._aside: list[list[_SharedMessage]] = [[] for _ in range(self.size)]
         """By source, messages that were read before their receive was called, complete or still arriving."""
         self._last_any = self.rank
         """The source of the latest message for a receive from any rank. The next such receive begins after it."""
@@ -214,7 +214,7 @@ class PointToPoint:
                     self._deliver(message, message.receive, source)
         return moved
 
-    def _open(self, source: int, tag: int, total: int, *, makes_room: bool) -> _Message | None:
+    def _open(self, source: int, tag: int, total: int, *, makes_room: bool) -> _SharedMessage | None:
         """Begin to read a message: into its receive, or put it aside. Return None if it is to stay in the ring."""
         wanted = makes_room
         for receive in self._receives:
@@ -223,19 +223,19 @@ class PointToPoint:
                     self._receives.remove(receive)
                     if receive.peer is None:
                         self._last_any = source
-                    message = _Message(tag, total)
+                    message = _SharedMessage(tag, total)
                     message.receive = receive
                     message.address = receive.address if total <= receive.nbytes else 0
                     return message
                 wanted = True  # its message may be behind this one
         if not wanted:
             return None
-        message = _Message(tag, total)
+        message = _SharedMessage(tag, total)
         message.keep()
         self._aside[source].append(message)
         return message
 
-    def _deliver(self, message: _Message, receive: Transfer, source: int) -> None:
+    def _deliver(self, message: _SharedMessage, receive: Transfer, source: int) -> None:
         """End a receive whose message has arrived."""
         if message.total > receive.nbytes:
             error = RuntimeError(

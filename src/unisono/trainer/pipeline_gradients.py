@@ -25,7 +25,7 @@ from unisono.trainer.step_gradients import Loss, StepGradients, StepOptions, mod
 __all__ = ["PipelineGradients"]
 
 
-class _Part(NamedTuple):
+class _GradientPart(NamedTuple):
     """A micro-batch of a step."""
 
     share: Share
@@ -57,7 +57,7 @@ class PipelineGradients(StepGradients):
     ) -> None:
         super().__init__(run, models=models, modules=modules, autocast=autocast)
         self.cut, self.staged_buffers = cut, buffers
-        self._parts: list[_Part] = []
+        self._parts: list[_GradientPart] = []
         self._plans: list[PipelinePlan] = []
 
     def present(self, trained: Trained) -> Trained:
@@ -69,7 +69,7 @@ class PipelineGradients(StepGradients):
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
         """Plan the passes of a batch; in the first step, agree with all ranks on which stage has what."""
         self._parts = [
-            _Part(share, micro_batch, number, (to_device(micro_batch.items, self._run.device),))
+            _GradientPart(share, micro_batch, number, (to_device(micro_batch.items, self._run.device),))
             for share in batch.shares
             for number, micro_batch in enumerate(share.micro_batches)
         ]
@@ -122,21 +122,21 @@ class PipelineGradients(StepGradients):
             leave(inside)
             self._parts, self._plans = [], []
 
-    def begin_forward(self, part: _Part, stage: int, batch: Batch, call: int) -> None:
+    def begin_forward(self, part: _GradientPart, stage: int, batch: Batch, call: int) -> None:
         """Prepare a forward pass of a stage."""
         if not stage:
             self._run.set_generators(*model_stream(batch, call, part.share.virtual_rank, part.number))
         self.staged_buffers.stages[stage].stand_in()
         self._run.note("forward", part.share.virtual_rank, part.micro_batch.indices)
 
-    def end_forward(self, part: _Part, stage: int) -> bool:
+    def end_forward(self, part: _GradientPart, stage: int) -> bool:
         """Keep what a share has made of buffers; return True if it changed one that no step before had changed."""
         buffers = self.staged_buffers.stages[stage]
         is_new = buffers.new_buffers()
         buffers.close_leaf(part.share.virtual_rank)
         return is_new
 
-    def read_loss(self, part: _Part, result: Any, *, size: int) -> tuple[list[LossRoot], Tensor, float]:
+    def read_loss(self, part: _GradientPart, result: Any, *, size: int) -> tuple[list[LossRoot], Tensor, float]:
         """Return where backward starts from a result of the loss function, the sum of its losses, and their weight."""
         samples = len(part.micro_batch.indices)
         value, weight = self._read(result, samples=samples, needs_graph=self.scaler is not None)
@@ -150,11 +150,13 @@ class PipelineGradients(StepGradients):
             roots = [(root, self._backward.seed_for(root, size))]
         return roots, total.float(), weight
 
-    def begin_backward(self, part: _Part) -> None:
+    def begin_backward(self, part: _GradientPart) -> None:
         """Note that a backward pass comes next."""
         self._run.note("backward", part.share.virtual_rank)
 
-    def begin_adding(self, part: _Part, stage: int, loss: Tensor | None, weight: float, *, new_buffers: bool) -> None:
+    def begin_adding(
+        self, part: _GradientPart, stage: int, loss: Tensor | None, weight: float, *, new_buffers: bool
+    ) -> None:
         """Note that the gradients of a micro-batch come next; with the last one of a share, what it has come to."""
         if part.is_last:
             self.engine.stages[stage].close_forward(
@@ -165,7 +167,7 @@ class PipelineGradients(StepGradients):
                 has_values=not self.values.is_empty,
             )
 
-    def end_backward(self, part: _Part, stage: int) -> None:
+    def end_backward(self, part: _GradientPart, stage: int) -> None:
         """Hand the gradients of a share to the engine of the stage, if this was its last micro-batch."""
         if part.is_last:
             self.engine.stages[stage].close_leaf(part.share.virtual_rank)
@@ -174,7 +176,7 @@ class PipelineGradients(StepGradients):
 class _StepPasses:
     """The passes of one step; see `runner.Passes`."""
 
-    def __init__(self, gradients: PipelineGradients, parts: Sequence[_Part], batch: Batch, call: int) -> None:
+    def __init__(self, gradients: PipelineGradients, parts: Sequence[_GradientPart], batch: Batch, call: int) -> None:
         self._gradients, self._parts, self._batch, self._call = gradients, parts, batch, call
         self._last_stage = gradients.cut.ranks.stages - 1
         self._roots: dict[int, Sequence[LossRoot]] = {}

@@ -46,7 +46,7 @@ _MOST_SESSIONS = 64
 
 
 @dataclass(slots=True)
-class _SharedTables:
+class _ServedTables:
     """The memory in which servers find tables and their updates."""
 
     control: SessionControl
@@ -94,7 +94,7 @@ class TableServers:
         bound = serving.consistency.bound
         self._bound = bound
         self._ring = _ASYNC_RING if bound is None else bound + 1
-        self._session: _SharedTables | None = None
+        self._session: _ServedTables | None = None
         self._page = ServerPage(os.dup(int(os.environ[SERVER_PAGE_VARIABLE])))
         if serving.counts is not None:
             raise ValueError(
@@ -203,7 +203,7 @@ class TableServers:
                 segment.close_descriptor()
             self._session = None
 
-    def _begin_session(self, ready: list[int], needed: int) -> _SharedTables:
+    def _begin_session(self, ready: list[int], needed: int) -> _ServedTables:
         """Tell servers where tables and updates are. Every rank must call it."""
         self._end_session()
         runtime, servers = self._runtime, self._serving.servers
@@ -268,7 +268,7 @@ class TableServers:
         if runtime.rank == 0:
             self._page.publish([*self._page.sessions()[1], found.as_json()][-_MOST_SESSIONS:])
         own_slots = slots.tensor(runtime.rank * self._ring * capacity, (self._ring, capacity)).unbind()
-        self._session = _SharedTables(
+        self._session = _ServedTables(
             SessionControl(control, **facts), own_slots, capacity, ready, self._addresses(ready), kept=[control, slots]
         )
         return self._session

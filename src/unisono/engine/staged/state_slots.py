@@ -27,7 +27,7 @@ _NUMBER, _DOCUMENT_AT, _DOCUMENT_NBYTES, _WORDS = range(4)
 _HEAD_NBYTES = aligned(_WORD * _WORDS)
 
 
-class _Placed(NamedTuple):
+class _PlacedState(NamedTuple):
     """A tensor in a slot."""
 
     offset: int
@@ -64,14 +64,14 @@ class _Planned:
 
     def __init__(self, content: StateContent) -> None:
         self.content = content
-        placed: dict[int, _Placed] = {}
+        placed: dict[int, _PlacedState] = {}
         self.tensors: list[Tensor] = []
         offset, tables = _HEAD_NBYTES, dict[str, list[Any]]()
         for group, tensors in content.groups.items():
             table = tables[group] = []
             for name, tensor in tensors.items():
                 if id(tensor) not in placed:
-                    one = _Placed(offset, tuple(tensor.shape), dense_strides(tensor), tensor.dtype)
+                    one = _PlacedState(offset, tuple(tensor.shape), dense_strides(tensor), tensor.dtype)
                     placed[id(tensor)] = one
                     self.tensors.append(tensor)
                     offset += aligned(one.nbytes)
@@ -169,7 +169,9 @@ class StateSlots:
         found = json.loads(self._segment.memory[where : where + nbytes])
         groups = {
             group: {
-                name: _Placed(offset, tuple(shape), tuple(strides), getattr(torch, dtype)).view(self._segment, begin)
+                name: _PlacedState(offset, tuple(shape), tuple(strides), getattr(torch, dtype)).view(
+                    self._segment, begin
+                )
                 for name, offset, shape, strides, dtype in table
             }
             for group, table in found["tensors"].items()

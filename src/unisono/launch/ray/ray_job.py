@@ -23,7 +23,7 @@ from typing import Any
 from unisono.errors import LaunchError
 from unisono.launch.ray.merged_output import MergedOutput
 from unisono.launch.ray.node_launcher import NodeFacts, NodeLauncher, NodeOutput
-from unisono.launch.ray.placement import (
+from unisono.launch.ray.node_shares import (
     NodeShare,
     RayRequest,
     describe_resources,
@@ -44,7 +44,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(eq=False)
-class _Node:
+class _RayNode:
     """A node with a launcher of the job."""
 
     share: NodeShare
@@ -72,7 +72,7 @@ class RayJob:
     def __init__(self, request: RayRequest, output: MergedOutput, *, call: bytes | None = None) -> None:
         self._request, self._output, self._call = request, output, call
         self._run_id, self._token = f"ray-{secrets.token_hex(4)}", secrets.token_hex(32)
-        self._nodes: list[_Node] = []
+        self._nodes: list[_RayNode] = []
         self._lost: set[int] = set()  # bundles that were lost with their node
         self._unusable: set[str] = set()  # nodes that are lost, and those on which no launcher could be started
         self._hosts = 0
@@ -146,7 +146,7 @@ class RayJob:
         options = {"num_cpus": self._request.cpus, "num_gpus": self._request.gpus, "max_concurrency": 3}
         return ray.remote(NodeLauncher).options(scheduling_strategy=place, max_restarts=0, **options).remote()
 
-    def _reach(self, share: NodeShare) -> _Node:
+    def _reach(self, share: NodeShare) -> _RayNode:
         """Start the actor of a node."""
         ray = _ray()
         launcher = self._actor(share.bundles[0])
@@ -162,7 +162,7 @@ class RayJob:
             raise LaunchError(f"no process of Ray has started on node {share.node} within {_START_S:g} s") from None
         except ray.exceptions.RayError as error:
             raise LaunchError(f"no launcher could be started on node {share.node}: {_reason(error)}") from error
-        return _Node(share, launcher, facts)
+        return _RayNode(share, launcher, facts)
 
     def _start(self) -> None:
         """Start the launchers of all nodes."""
@@ -173,7 +173,7 @@ class RayJob:
         for node in self._nodes:
             self._launch(node)
 
-    def _launch(self, node: _Node) -> None:
+    def _launch(self, node: _RayNode) -> None:
         ray = _ray()
         first = next(each for each in self._nodes if each.code is None)
         flags = launcher_flags(
@@ -202,7 +202,7 @@ class RayJob:
         """Pass on what launchers print until all have ended."""
         ray = _ray()
         reads = {node.launcher.read.remote(): node for node in self._nodes}
-        decoders: dict[tuple[_Node, int], Any] = {}
+        decoders: dict[tuple[_RayNode, int], Any] = {}
         look_s = 0.0
         while reads:
             done, _ = ray.wait([*reads], num_returns=1, timeout=_POLL_S)
@@ -229,7 +229,7 @@ class RayJob:
                 look_s = time.monotonic() + _LOOK_S
                 reads |= {node.launcher.read.remote(): node for node in self._replace()}
 
-    def _lose(self, node: _Node) -> None:
+    def _lose(self, node: _RayNode) -> None:
         """Note that a node is lost."""
         self._output.end(node.share.node)
         self._nodes.remove(node)
@@ -239,7 +239,7 @@ class RayJob:
             f"Ray has lost node {node.name}, which had {plural(len(node.share.bundles), 'place')} of the job"
         )
 
-    def _replace(self) -> list[_Node]:
+    def _replace(self) -> list[_RayNode]:
         """Start launchers where Ray has placed lost bundles again."""
         added = []
         taken = self._unusable.union(node.share.node for node in self._nodes)

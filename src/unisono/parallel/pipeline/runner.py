@@ -53,7 +53,7 @@ class Passes(Protocol):
         """Note that they have been added to `grad`."""
 
 
-class _Channel(NamedTuple):
+class _StageChannel(NamedTuple):
     """Where a message goes: between two stages there is one about each micro-batch, in each direction."""
 
     source: int
@@ -61,7 +61,7 @@ class _Channel(NamedTuple):
     micro_batch: int
 
 
-class _Transfer(NamedTuple):
+class _StageTransfer(NamedTuple):
     """A message that is under way, and the memory that it needs until it has arrived."""
 
     memory: Tensor
@@ -94,9 +94,9 @@ class _Step:
     stage_ranks: tuple[int, ...]
     passes: dict[tuple[int, int], StagePass] = field(default_factory=dict)
     """By stage and micro-batch."""
-    arrivals: dict[_Channel, _Transfer] = field(default_factory=dict)
+    arrivals: dict[_StageChannel, _StageTransfer] = field(default_factory=dict)
     """Messages that come, or have come."""
-    sends: list[_Transfer] = field(default_factory=list)
+    sends: list[_StageTransfer] = field(default_factory=list)
     weight_passes: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     """By stage and micro-batch, those whose passes for inputs have run."""
 
@@ -296,17 +296,17 @@ class PipelineRunner:
             return
         _, routes = self._stage_of(step.plans[action.micro_batch], action.stage)
         for source, layout in (routes.values_from if action.kind == "forward" else routes.gradients_from).items():
-            rank, channel = step.stage_ranks[source], _Channel(source, action.stage, action.micro_batch)
+            rank, channel = step.stage_ranks[source], _StageChannel(source, action.stage, action.micro_batch)
             if rank != self._rank:
                 memory = layout.allocate()
                 work = dist.irecv(memory, group=self._group, group_src=rank, tag=self._tag(channel))
-                step.arrivals[channel] = _Transfer(memory, work, self._wait("recv", rank))
+                step.arrivals[channel] = _StageTransfer(memory, work, self._wait("recv", rank))
 
     def _receive(self, step: _Step, action: Action, layouts: Mapping[int, MessageLayout[Any]]) -> list[Message[Any]]:
         """Wait for the messages that a pass needs."""
         found = []
         for source, layout in layouts.items():
-            arrival = step.arrivals.pop(_Channel(source, action.stage, action.micro_batch))
+            arrival = step.arrivals.pop(_StageChannel(source, action.stage, action.micro_batch))
             found.append(layout.unpack(arrival.finish()))
         return found
 
@@ -314,13 +314,13 @@ class PipelineRunner:
         self, step: _Step, action: Action, layouts: Mapping[int, MessageLayout[Any]], content: Message[Any]
     ) -> None:
         for target, layout in layouts.items():
-            rank, channel = step.stage_ranks[target], _Channel(action.stage, target, action.micro_batch)
+            rank, channel = step.stage_ranks[target], _StageChannel(action.stage, target, action.micro_batch)
             memory = layout.pack(content)
             if rank == self._rank:
-                step.arrivals[channel] = _Transfer(memory, None, None)
+                step.arrivals[channel] = _StageTransfer(memory, None, None)
             else:
                 work = dist.isend(memory, group=self._group, group_dst=rank, tag=self._tag(channel))
-                step.sends.append(_Transfer(memory, work, self._wait("send", rank)))
+                step.sends.append(_StageTransfer(memory, work, self._wait("send", rank)))
 
     def _wait(self, name: str, rank: int) -> Wait:
         """Return the wait for a message, as observers see it."""
@@ -331,5 +331,5 @@ class PipelineRunner:
             self._waits[key] = Wait(name, self._group.group_name, self._ranks, 0, peer)
         return self._waits[key]
 
-    def _tag(self, channel: _Channel) -> int:
+    def _tag(self, channel: _StageChannel) -> int:
         return (channel.micro_batch * self.num_stages + channel.source) * self.num_stages + channel.target

@@ -58,7 +58,7 @@ TRAINER = Caller(
 )
 
 
-class _CallCheck:
+class _DividedCallCheck:
     """Checks each call of a model; a copy of it, such as that of a copied or pickled model, checks nothing."""
 
     _divided: ref[DividedModel] | None = None
@@ -135,7 +135,7 @@ class DividedModel:
         """The unit that is together though its call has ended: the backward pass may begin with it."""
         self._is_backward = self._is_computing = False
         if built is None:
-            model.register_forward_pre_hook(_CallCheck(self))
+            model.register_forward_pre_hook(_DividedCallCheck(self))
         else:
             built.owned_by(self)
 

@@ -27,7 +27,7 @@ _VERSION = 1
 _GIVE = "give load_state_dict what state_dict returned on each rank, all at one moment"
 
 
-class _Parameter(NamedTuple):
+class _DividedParameter(NamedTuple):
     """A parameter as it is in a part."""
 
     shape: list[int]
@@ -180,7 +180,7 @@ class PartLoading:
 
     def _load_weight(self, each: Mapping[str, Any]) -> None:
         name = each["name"]
-        found = _Parameter(list(each["shape"]), list(each["strides"]), each["dtype"])
+        found = _DividedParameter(list(each["shape"]), list(each["strides"]), each["dtype"])
         own = self._forms.get(name)
         if found != own:
             raise CheckpointError(
@@ -286,7 +286,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _forms(model: nn.Module, division: Division | None) -> dict[str, _Parameter]:
+def _forms(model: nn.Module, division: Division | None) -> dict[str, _DividedParameter]:
     if division is None:
         known = ((name, p, dense_strides(p)) for name, p in _named(model).items())
     else:
@@ -294,7 +294,7 @@ def _forms(model: nn.Module, division: Division | None) -> dict[str, _Parameter]
             known for unit in division.units for known in zip(unit.names, unit.parameters, unit.strides, strict=True)
         )
     return {
-        name: _Parameter(list(p.shape), list(strides), str(p.dtype).removeprefix("torch."))
+        name: _DividedParameter(list(p.shape), list(strides), str(p.dtype).removeprefix("torch."))
         for name, p, strides in known
     }
 
