@@ -58,7 +58,7 @@ def run(
     whole("cpus_per_worker", cpus_per_worker, least=1)
     whole("gpus_per_worker", gpus_per_worker, least=0)
     request = RayRequest(
-        command=("-m", "unisono.launch.ray.function_program", "CALL", "FOLDER"),
+        command=("-m", "unisono.launch.ray.function_program", "CALL", "RESULTS"),
         workers=num_workers,
         cpus=cpus_per_worker,
         gpus=gpus_per_worker,

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,7 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.launch.ray.function_program import RESULT
+from unisono.launch.ray.function_program import NO_RESULTS, read_results
+from unisono.launch.spawn.agent_process import end_with_caller
 
 __all__ = ["NodeFacts", "NodeLauncher", "NodeOutput", "watch_actor"]
 
@@ -58,7 +57,8 @@ class NodeLauncher:
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
         self._selector = selectors.DefaultSelector()
-        self._files: tempfile.TemporaryDirectory[str] | None = None
+        self._files: dict[str, int] = {}
+        """In memory, so that nothing is left of them when this process is killed."""
 
     def facts(self) -> NodeFacts:
         """Return the facts about this node."""
@@ -90,7 +90,7 @@ class NodeLauncher:
         Args:
             flags: Those of this node, in which "TOKEN" stands for the file with the token.
             command: Further flags, and the program; in a call of a function, "CALL" stands for the file with it, and
-                "FOLDER" for that of the results.
+                "RESULTS" for that of the results.
             folder: The working directory; "" for that of this process.
             token: The secret that the launchers share.
             gpus: The GPUs of the ranks; none: all that this process sees.
@@ -103,21 +103,14 @@ class NodeLauncher:
                     "`ray job submit --working-dir . -- unisono run --on ray ...`"
                 )
             folder = here
-        self._files = tempfile.TemporaryDirectory(prefix="unisono-ray-")
-        files = Path(self._files.name)
-        token_file = files / "token"
-        token_file.touch(mode=0o600)
-        token_file.write_text(token)
-        names = {"TOKEN": str(token_file), "CALL": str(files / "call"), "FOLDER": str(files)}
-        if call is not None:
-            (files / "call").write_bytes(call)
+        names = {name: self._keep(name, data) for name, data in _contents(token, call).items()}
         lifeline, self._lifeline = os.pipe()
         words = [names.get(word, word) for word in flags]
         words += [names.get(word, word) for word in command] if call is not None else command
         environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {})}
         try:
             self._process = process = subprocess.Popen(
-                [sys.executable, "-c", _STARTER, str(lifeline), str(files), "run", *words],
+                [sys.executable, "-c", _STARTER, str(lifeline), "run", *words],
                 cwd=folder or None,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -153,9 +146,9 @@ class NodeLauncher:
         return NodeOutput(found[0], found[1], process.poll() if is_silent else None)
 
     def close(self) -> None:
-        """Remove the files of the job."""
-        if self._files is not None:
-            self._files.cleanup()
+        """Close the files of the job."""
+        while self._files:
+            os.close(self._files.popitem()[1])
 
     def signal(self, number: int) -> None:
         """Send a signal to the process."""
@@ -165,23 +158,26 @@ class NodeLauncher:
 
     def results(self) -> dict[int, bytes]:
         """Return what the function has returned on ranks that were here when they ended, pickled, by rank."""
-        assert self._files is not None
-        files = Path(self._files.name).glob(f"{RESULT}.*")
-        return {int(file.suffix[1:]): file.read_bytes() for file in files if file.suffix[1:].isdigit()}
+        return read_results(self._files["RESULTS"])
+
+    def _keep(self, name: str, data: bytes) -> str:
+        """Put data into a file in memory; return the path by which other processes of this user can open it."""
+        file = self._files[name] = os.memfd_create(f"unisono-{name.lower()}")
+        os.fchmod(file, 0o600)
+        with open(file, "wb", closefd=False) as stream:
+            stream.write(data)
+        return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def watch_actor() -> None:
-    """End this process, a launcher, when its actor is gone, and remove the files of the job then.
-
-    The first two arguments, which are removed, are the end of a pipe and the folder of these files.
-    """
+    """End this process, a launcher, when its actor is gone. The first argument is the end of a pipe, and is removed."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT, and their children would, too
-    lifeline, folder = int(sys.argv.pop(1)), sys.argv.pop(1)
+    lifeline = int(sys.argv.pop(1))
     os.set_inheritable(lifeline, False)
-    threading.Thread(target=_end_with_actor, args=(lifeline, folder), daemon=True).start()
+    threading.Thread(target=end_with_caller, args=(lifeline,), daemon=True).start()
 
 
-def _end_with_actor(lifeline: int, folder: str) -> None:
-    os.read(lifeline, 1)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+def _contents(token: str, call: bytes | None) -> dict[str, bytes]:
+    """Return the files of a job, by what stands for them in commands."""
+    files = {"TOKEN": token.encode()}
+    return files if call is None else {**files, "CALL": call, "RESULTS": NO_RESULTS}

@@ -16,7 +16,7 @@ from unisono.launch.agent import run_job
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.spawn.function_call import read_reports
 
-__all__ = ["main"]
+__all__ = ["end_with_caller", "main"]
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     packed, reports, events = facts["packed"], facts["reports"], facts["events"]
     for file in (events, facts["caller"]):
         os.set_inheritable(file, False)
-    threading.Thread(target=_end_with_caller, args=(facts["caller"],), daemon=True).start()
+    threading.Thread(target=end_with_caller, args=(facts["caller"],), daemon=True).start()
 
     def tell(rank: int, code: int) -> bool:
         """Send the rank that was the cause to the caller; return True if the caller has an exception of it to show."""
@@ -51,7 +51,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _end_with_caller(caller: int) -> None:
+def end_with_caller(caller: int) -> None:
     """Wait until the caller's end of a pipe is closed, and end the job."""
     os.read(caller, 1)
     os.kill(os.getpid(), signal.SIGTERM)
