@@ -35,6 +35,12 @@ from unisono.plan.bucketing import Item, group_by_size
 __all__ = ["CollectiveEngine"]
 
 _BUCKET_NBYTES = 12 * 1024 * 1024
+_FIRST_NBYTES = 1024 * 1024
+_ALONE_NBYTES = 25 * 1024 * 1024
+_GRID_NBYTES = 8 * 1024 * 1024
+"""Between hosts, the link decides how long a step takes. So the first bucket is small, and the link busy from early on.
+The others are large if each host has one rank: there are fewer messages. If it has several, they add up one bucket
+while another one travels."""
 
 
 class _TreeBucket:
@@ -81,10 +87,16 @@ class CollectiveEngine(GradientAccumulation):
         virtual_ranks: int,
         overlap: bool = True,
         grid: HostGrid | None = None,
+        several_hosts: bool = False,
     ) -> None:
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
         self._comparison, self._world, self._grid = comparison, world, grid
+        self._limit_nbytes = _BUCKET_NBYTES
+        self._first_nbytes: int | None = None
+        if several_hosts:
+            self._limit_nbytes = _ALONE_NBYTES if grid is None else _GRID_NBYTES
+            self._first_nbytes = _FIRST_NBYTES
         self._buckets: list[_TreeBucket] = []
         self._slots: list[tuple[_TreeBucket, int]] = []
         self._totals_offset = 0
@@ -195,7 +207,8 @@ class CollectiveEngine(GradientAccumulation):
         self._slots = [None] * len(dense.parameters)  # type: ignore[list-item]
         backwards = dense.parameters[::-1]
         items = (Item(p.numel() * p.dtype.itemsize, p.device, p.dtype) for p in backwards)
-        for members in group_by_size(items, limit_nbytes=_BUCKET_NBYTES, exceed=True):
+        limit, first_nbytes = self._limit_nbytes, self._first_nbytes
+        for members in group_by_size(items, limit_nbytes=limit, first_nbytes=first_nbytes, exceed=True):
             first = backwards[members[0]]
             self._buckets.append(bucket := _TreeBucket(first.dtype, first.device))
             for member in members:

@@ -57,13 +57,14 @@ class EngineFactory:
         runtime: SharedRuntime | None,
         shares: bool,
         grid: HostGrid | None = None,
+        several_hosts: bool = False,
     ) -> None:
         self._world, self._modules = world, modules
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
         self.runtime = runtime
         """The shared memory of the ranks; None if they have none, as on several hosts."""
         self._virtual_ranks, self._overlap, self._protect = virtual_ranks, overlap, protect
-        self._grid = grid
+        self._grid, self._several_hosts = grid, several_hosts
         self.workers: Workers | None = None
         """The workers that train on their own; None where each step has the gradient of all. Set before any engine."""
         self._made: list[Engine] = []
@@ -146,6 +147,7 @@ class EngineFactory:
             virtual_ranks=virtual_ranks,
             overlap=overlap,
             grid=self._grid,
+            several_hosts=self._several_hosts,
         )
 
     def all_reduce(
@@ -184,6 +186,7 @@ def select_engines(
     """
     modules, optimizers = list(modules), list(optimizers)
     runtime = grid = None
+    several_hosts = False
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
     shares = False
     has_servers = serving_in(modules) is not None and (world.group is not None or world.size == 1)
@@ -204,6 +207,7 @@ def select_engines(
         )
         hosts = {host for host, *_ in everyone}
         grid = HostGrid.of([host for host, *_ in everyone])
+        several_hosts = len(hosts) > 1
         obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
         if obstacle is None and len(hosts) > 1:
             obstacle = f"the {world.size} ranks are on {len(hosts)} hosts"
@@ -234,6 +238,7 @@ def select_engines(
         runtime=runtime,
         shares=shares,
         grid=grid,
+        several_hosts=several_hosts,
     )
 
 
