@@ -282,3 +282,34 @@ def test_a_name_that_is_taken_does_not_stop_a_job():
         second.close()
         first.close()
     assert os.getpid() not in control.running_jobs()
+
+
+BUSY = """
+import os, selectors, time
+from unisono.launch.control import Control
+
+busy_s = [2.5]
+
+
+def answer(question):
+    time.sleep(busy_s.pop() if busy_s else 0)
+    return {"pid": os.getpid(), "name": "busy.py", "run_id": "r"}
+
+
+selector = selectors.PollSelector()
+control = Control(selector, answer)
+print("listens", flush=True)
+while True:
+    for key, _ in selector.select():
+        key.data()
+"""
+
+
+def test_a_job_whose_launcher_is_busy_is_waited_for():
+    launcher = subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stdout.readline() == "listens\n"
+        assert commands.find_job(str(launcher.pid))["name"] == "busy.py"
+    finally:
+        launcher.kill()
+        launcher.communicate()

@@ -23,6 +23,7 @@ __all__ = ["find_job", "ps", "stacks"]
 _Row = tuple[str, ...]
 
 _PATIENCE_S = 1.0
+_LONG_PATIENCE_S = 10.0
 _COLUMNS = ("JOB", "NAME", "RANKS", "SINCE", "STEP", "LOSS", "ARGUMENTS", "DIRECTORY")
 _ARGUMENTS, _DIRECTORY = 6, 7
 _SHOWN_IDS = 3
@@ -146,7 +147,7 @@ def find_job(job: str | None) -> dict[str, Any]:
     jobs, silent = _jobs()
     for agent in silent:
         if job == str(agent) or (job is None and not jobs):
-            raise LaunchError(_describe_silent(agent))
+            jobs.append(_ask_again(agent))
     if job is not None:
         chosen = [found for found in jobs if job in (str(found["pid"]), found["name"], found["run_id"])]
     else:
@@ -159,6 +160,19 @@ def find_job(job: str | None) -> dict[str, Any]:
     if not chosen:
         raise LaunchError(f"no running job is called {job!r}; running: {listed}")
     raise LaunchError(f"several jobs are running: name one of {listed}")
+
+
+def _ask_again(agent: int) -> dict[str, Any]:
+    """Return the facts of a job that was silent: its launcher may be busy, as with the start of many ranks.
+
+    Raises:
+        LaunchError: It does not answer.
+    """
+    if read_state(agent).state != "stopped":
+        answers = ask_all([agent], {"ask": "job"}, patience_s=_LONG_PATIENCE_S)
+        if (answer := answers.get(agent)) is not None:
+            return answer
+    raise LaunchError(_describe_silent(agent))
 
 
 def _describe_silent(agent: int) -> str:
