@@ -38,6 +38,30 @@ def test_any_number_of_ranks_has_the_bits_of_one(fork_ranks, fork_python, name, 
         assert [each[2] for each in told] == [sha] * ranks
 
 
+def test_messages_of_any_size_have_the_bits_of_one_rank(fork_ranks):
+    script = """
+import torch, unisono
+from torch import nn
+from unisono.state.digest import digest
+torch.set_num_threads(1)
+unisono.init()
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+stages = unisono.parallel.cut(model, unisono.parallel.Pipeline(stages=["1", "3"][: max(unisono.world_size() - 1, 1)]))
+# 25 KB, 0.5 MB and a little more, which are received ahead, and 4 MB, which no ring has room for; in turn.
+inputs = [torch.randn(rows, 64) for rows in (100, 2048, 16384, 100, 16384, 2048, 100, 100)]
+losses = stages.backward(lambda model, x: model(x).square().mean(), inputs, seed=1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer.step()
+stages.gather()
+print(digest(model.state_dict()), losses)
+"""
+    alone = fork_ranks(1, script).lines(0)
+    for ranks in (2, 3):
+        job = fork_ranks(ranks, script)
+        assert [job.lines(rank) for rank in range(ranks)] == [alone] * ranks
+
+
 def test_bad_input_is_refused():
     model, pipeline = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), unisono.parallel.Pipeline(stages=["1"])
     with pytest.raises(
