@@ -3,15 +3,18 @@
 import pytest
 
 SCRIPT = """
+import random
 import sys
+import time
 import torch
 import unisono
 from unisono.collectives.world import World
-from unisono.engine.host_tree_all_reduce import HostGrid, HostTreeAllReduce
+from unisono.engine.host_tree_all_reduce import HostGrid, HostRanks, HostTreeAllReduce
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import Node, fold
+from unisono.shm.peers import own_process
 
-per_host, virtual_ranks = int(sys.argv[1]), int(sys.argv[2])
+per_host, virtual_ranks, shares = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "memory"
 unisono.init(backend="gloo")
 world = World.connect(torch.device("cpu"))
 numel = 1000
@@ -24,22 +27,29 @@ def value(node, count):
 def layout(count):
     return NodeLayout.of(leaves=count, world_size=world.size, virtual_ranks=virtual_ranks)
 
-exchange = HostTreeAllReduce(
-    world, HostGrid(world.size // per_host, per_host), numel, widest=layout(virtual_ranks), dtype=torch.float32
-)
-for count in (virtual_ranks, 1, virtual_ranks - 1, virtual_ranks // 2, virtual_ranks):
+hosts = HostRanks(HostGrid(world.size // per_host, per_host))
+if shares:
+    hosts = HostRanks.sharing(world, hosts.grid, world.gather((f"rank {world.rank}", own_process())))
+exchange = HostTreeAllReduce(world, hosts, numel, widest=layout(virtual_ranks), dtype=torch.float32)
+rng = random.Random(world.rank)
+for turn, count in enumerate([virtual_ranks, 1, virtual_ranks - 1, virtual_ranks // 2, virtual_ranks] * 2):
+    factor = 2.0 ** (turn % 8)
     exchange.start(step := layout(count))
     for row, node in zip(exchange.rows, step.nodes[world.rank]):
-        row[:numel] = value(node, count)
+        row[:numel] = value(node, count) * factor
     exchange.launch()
+    for _ in range(3):
+        time.sleep(0.003 * rng.random())  # ranks are at different places
+        exchange.advance()
     total = exchange.finish(None)[:numel]
     expected = fold({Node(i, i + 1): leaves[i].clone() for i in range(count)}, leaves=count, add=torch.add)
-    assert torch.equal(total, expected), (count, world.rank)
+    assert torch.equal(total, expected * factor), (turn, count, world.rank)
 print("equal")
 """
 
 
+@pytest.mark.parametrize("within", ["memory", "group"])
 @pytest.mark.parametrize(("hosts", "per_host", "virtual_ranks"), [(2, 2, 4), (3, 2, 11), (2, 3, 13)])
-def test_the_sum_is_that_of_the_tree(fork_ranks, hosts, per_host, virtual_ranks):
-    job = fork_ranks(hosts * per_host, SCRIPT, per_host, virtual_ranks)
+def test_the_sum_is_that_of_the_tree(fork_ranks, hosts, per_host, virtual_ranks, within):
+    job = fork_ranks(hosts * per_host, SCRIPT, per_host, virtual_ranks, within)
     assert job.out.count("equal") == hosts * per_host

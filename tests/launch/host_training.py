@@ -1,4 +1,7 @@
-"""A training run for jobs on several hosts, and what its launchers print."""
+"""A training run for jobs on several hosts, and what its launchers print.
+
+The gradient is so large that the ranks of a host add it up in shared memory.
+"""
 
 import re
 import subprocess
@@ -14,7 +17,7 @@ import unisono
 if os.environ["RANK"] == os.environ["WORLD_SIZE"]:
     open(f"spare.{os.uname().nodename}", "w").close()
 torch.manual_seed(3)
-model = torch.nn.Sequential(torch.nn.Linear(6, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+model = torch.nn.Sequential(torch.nn.Linear(6, 3000), torch.nn.Tanh(), torch.nn.Linear(3000, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
 if os.path.exists("hold"):

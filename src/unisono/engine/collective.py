@@ -20,7 +20,7 @@ from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.all_gather_v import GroupAllGatherV
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import BROKEN, ConsistencyCheck
-from unisono.engine.host_tree_all_reduce import HostGrid, HostTreeAllReduce, group_all_reduce
+from unisono.engine.host_tree_all_reduce import HostRanks, HostTreeAllReduce, group_all_reduce
 from unisono.engine.node_sums import drop
 from unisono.engine.norm import dense_strides
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
@@ -86,16 +86,16 @@ class CollectiveEngine(GradientAccumulation):
         *,
         virtual_ranks: int,
         overlap: bool = True,
-        grid: HostGrid | None = None,
+        hosts: HostRanks | None = None,
         several_hosts: bool = False,
     ) -> None:
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
-        self._comparison, self._world, self._grid = comparison, world, grid
+        self._comparison, self._world, self._hosts = comparison, world, hosts
         self._limit_nbytes = _BUCKET_NBYTES
         self._first_nbytes: int | None = None
         if several_hosts:
-            self._limit_nbytes = _ALONE_NBYTES if grid is None else _GRID_NBYTES
+            self._limit_nbytes = _ALONE_NBYTES if hosts is None else _GRID_NBYTES
             self._first_nbytes = _FIRST_NBYTES
         self._buckets: list[_TreeBucket] = []
         self._slots: list[tuple[_TreeBucket, int]] = []
@@ -224,7 +224,7 @@ class CollectiveEngine(GradientAccumulation):
         for bucket in self._buckets:
             bucket.all_reduce = group_all_reduce(
                 self._world,
-                self._grid,
+                self._hosts,
                 bucket.numel,
                 widest=self._layouts.widest,
                 dtype=bucket.dtype,

@@ -1,32 +1,36 @@
 """All-reduce of one vector between hosts: ranks of a host add up first, so each host sends a sum once and not per rank.
 
 Let there be H hosts with L ranks each. Rank j of every host takes segment j of the vector:
-1. within a host, each rank sends segment j of its rows to local rank j, which adds them up to the tree's nodes of the
+1. within a host, each rank gives segment j of its rows to local rank j, which adds them up to the tree's nodes of the
    host;
 2. between hosts, the ranks j send part h of these sums to the rank j of host h, which finishes the tree there,
 3. and sends the result to the other ranks j;
-4. within a host, each rank sends its finished segment to the others.
-The additions are those of the tree, so the bits are those of `TreeAllReduce`. If the leaves of a host are one node, as
-with a power of two of leaves for each host, it sends 2(H-1)/H of the vector, as in a ring all-reduce over hosts. With m
-nodes it is (m+1)(H-1)/H. Start reading at `HostTreeAllReduce.advance`.
+4. within a host, each rank gives its finished segment to the others.
+Within a host, ranks share the memory of rows, or send them (`local_exchange`). The additions are those of the tree, so
+the bits are those of `TreeAllReduce`. If the leaves of a host are one node, as with a power of two of leaves for each
+host, it sends 2(H-1)/H of the vector, as in a ring all-reduce over hosts. With m nodes it is (m+1)(H-1)/H.
+Start reading at `HostTreeAllReduce.advance`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives.world import World
+from unisono.engine.local_exchange import GroupLocalExchange, LocalExchange
+from unisono.engine.shared.shared_local_exchange import SharedLocalExchange
+from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tree_all_reduce import DIRECT_NBYTES, NodeLayout, TreeAllReduce, additions
 from unisono.plan import Node, nodes_of, rank_block
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
-__all__ = ["HostGrid", "HostTreeAllReduce", "group_all_reduce"]
+__all__ = ["HostGrid", "HostRanks", "HostTreeAllReduce", "group_all_reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +58,34 @@ class HostGrid:
         return cls(len(hosts), per_host)
 
 
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """The ranks of this host among those of several."""
+
+    grid: HostGrid
+    """All hosts."""
+    runtime: SharedRuntime | None = None
+    """The memory that the ranks of this host share; None if they share none."""
+
+    @classmethod
+    def sharing(cls, world: World, grid: HostGrid, everyone: Sequence[tuple[str, str]]) -> HostRanks:
+        """Make the memory that the ranks of this host share. Every rank must call it.
+
+        Args:
+            world: The ranks of all hosts.
+            grid: The hosts.
+            everyone: For each rank, a name that no other rank or runtime has, and its process, as `own_process` says.
+        """
+        host, local = divmod(world.rank, grid.per_host)
+        ranks = range(host * grid.per_host, (host + 1) * grid.per_host)
+        names, processes = zip(*(everyone[rank] for rank in ranks), strict=True)
+        of_host = replace(world, rank=local, size=grid.per_host)  # with the store and the timeout of all
+        return cls(grid, SharedRuntime(of_host, f"unisono/{names[0]}", processes, ranks=ranks))
+
+
 def group_all_reduce(
     world: World,
-    grid: HostGrid | None,
+    hosts: HostRanks | None,
     numel: int,
     *,
     widest: NodeLayout,
@@ -66,11 +95,11 @@ def group_all_reduce(
     """Make the all-reduce of a vector through the process group. Every rank must call it.
 
     Args:
-        grid: The hosts of the ranks; None if they do not form a grid, or there is one host.
+        hosts: The hosts of the ranks; None if they do not form a grid, or there is one host.
     """
-    if grid is None or device.type != "cpu" or numel * dtype.itemsize <= DIRECT_NBYTES:
+    if hosts is None or device.type != "cpu" or numel * dtype.itemsize <= DIRECT_NBYTES:
         return TreeAllReduce(world, numel, widest=widest, dtype=dtype, device=device)
-    return HostTreeAllReduce(world, grid, numel, widest=widest, dtype=dtype)
+    return HostTreeAllReduce(world, hosts, numel, widest=widest, dtype=dtype)
 
 
 class HostTreeAllReduce:
@@ -84,27 +113,28 @@ class HostTreeAllReduce:
     phases = 4
     """How often data is sent: `launch`, then `advance` each time it is called."""
 
-    def __init__(self, world: World, grid: HostGrid, numel: int, *, widest: NodeLayout, dtype: torch.dtype) -> None:
+    def __init__(self, world: World, hosts: HostRanks, numel: int, *, widest: NodeLayout, dtype: torch.dtype) -> None:
         assert world.group is not None
-        self._group, self._rank, self._grid, self._waiter = world.group, world.rank, grid, world.waiter
-        self._seen = {peer: world.wait_for(peer) for peer in range(world.size) if peer != world.rank}
+        grid, runtime = hosts.grid, hosts.runtime
+        self._group, self._grid, self._waiter = world.group, grid, world.waiter
         self._host, self._local = divmod(world.rank, grid.per_host)
         self._virtual_ranks = widest.leaves
         self.numel = align_up(max(numel, 1), BUFFER_NUMEL * world.size)
         """The length of the vector, padded so that it divides into aligned segments."""
-        counts = [len(nodes) for nodes in widest.nodes]
-        self.rows = torch.zeros(counts[world.rank], self.numel, dtype=dtype).unbind()
+        self._part_width = self.numel // world.size
+        ranks = [self._rank_of(self._host, local) for local in range(grid.per_host)]
+        counts = [len(widest.nodes[rank]) for rank in ranks]
+        self._exchange: LocalExchange
+        if runtime is None:
+            self._exchange = GroupLocalExchange(world, ranks, counts, self.numel, dtype=dtype)
+        else:
+            self._exchange = SharedLocalExchange(world, runtime, ranks, counts, self.numel, dtype=dtype)
+        self.rows = self._exchange.rows
         """This rank's rows, each of shape [numel]; unused padding stays zero."""
-        self._width = self.numel // grid.per_host
-        self._part_width = self._width // grid.hosts
-        self._local_peers = [(self._local + i) % grid.per_host for i in range(1, grid.per_host)]
         self._host_peers = [(self._host + i) % grid.hosts for i in range(1, grid.hosts)]
-        self._local_rows = {
-            peer: self.rows[0].new_empty(counts[self._rank_of(self._host, peer)], self._width).unbind()
-            for peer in self._local_peers
-        }
+        self._seen = {peer: world.wait_for(self._rank_of(peer, self._local)) for peer in self._host_peers}
         self._host_rows = {
-            peer: self.rows[0].new_empty(len(self._nodes_of_host(peer, widest.leaves)), self._part_width).unbind()
+            peer: torch.empty(len(self._nodes_of_host(peer, widest.leaves)), self._part_width, dtype=dtype).unbind()
             for peer in self._host_peers
         }
         self._plans: dict[int, _HostPlan] = {}
@@ -118,12 +148,8 @@ class HostTreeAllReduce:
         self._works, self._phase = [], 0
 
     def launch(self) -> None:
-        """Send this rank's rows within the host; see `AllReduce`. Every rank must launch them in the same order."""
-        for peer, rows in self._plan.local_receives:
-            self._receive(self._rank_of(self._host, peer), rows)
-        for peer in self._local_peers:
-            own = [row[self._segment(peer)] for row in self.rows[: self._plan.rows]]
-            self._send(self._rank_of(self._host, peer), own)
+        """Give this rank's rows to the host; see `AllReduce`. Every rank must launch them in the same order."""
+        self._exchange.send_rows(self._plan.counts)
         self._phase = 1
 
     def advance(self) -> None:
@@ -133,28 +159,24 @@ class HostTreeAllReduce:
         """
         if self._phase >= self.phases:
             return
-        self._wait()
-        mine = self.rows[0][self._segment(self._local)]
+        total = self._exchange.total
         if self._phase == 1:
+            self._exchange.wait_for_rows()
             self._plan.add_up_host()
             for peer in self._host_peers:
-                other = self._rank_of(peer, self._local)
-                self._receive(other, self._plan.host_receives[peer])
-                self._send(other, [value[self._part(peer)] for value in self._plan.host_values])
+                self._receive(peer, self._plan.host_receives[peer])
+                self._send(peer, [value[self._part(peer)] for value in self._plan.host_values])
         elif self._phase == 2:
-            total = self._plan.add_up_all()
-            part = mine[self._part(self._host)]
-            if total.data_ptr() != part.data_ptr():
-                part.copy_(total)
+            self._wait()
+            summed, part = self._plan.add_up_all(), total[self._part(self._host)]
+            if summed.data_ptr() != part.data_ptr():
+                part.copy_(summed)
             for peer in self._host_peers:
-                other = self._rank_of(peer, self._local)
-                self._receive(other, [mine[self._part(peer)]])
-                self._send(other, [part])
+                self._receive(peer, [total[self._part(peer)]])
+                self._send(peer, [part])
         else:
-            for peer in self._local_peers:
-                other = self._rank_of(self._host, peer)
-                self._receive(other, [self.rows[0][self._segment(peer)]])
-                self._send(other, [mine])
+            self._wait()
+            self._exchange.send_total()
         self._phase += 1
 
     @property
@@ -166,21 +188,17 @@ class HostTreeAllReduce:
         """Wait for the sum, and return it."""
         while self._phase < self.phases:
             self.advance()
-        self._wait()
+        self._exchange.finish()
         return self.total
 
     def _plan_for(self, layout: NodeLayout) -> _HostPlan:
         nodes, leaves = layout.nodes, layout.leaves
         values: dict[Node, Tensor] = {}
-        receives = []
+        counts = []
         for local in range(self._grid.per_host):
-            rank = self._rank_of(self._host, local)
-            rows = (
-                [row[self._segment(local)] for row in self.rows] if local == self._local else [*self._local_rows[local]]
-            )[: len(nodes[rank])]
-            values.update(zip(nodes[rank], rows, strict=True))
-            if local != self._local:
-                receives.append((local, rows))
+            own = nodes[self._rank_of(self._host, local)]
+            counts.append(len(own))
+            values.update(zip(own, self._exchange.rows_of(local)[: len(own)], strict=True))
         host_additions: list[tuple[Tensor, Tensor]] = []
         host_values: dict[Node, Tensor] = {}
         for node in self._nodes_of_host(self._host, leaves):
@@ -199,8 +217,7 @@ class HostTreeAllReduce:
             all_values.update(zip(theirs, host_receives[peer], strict=True))
         all_additions, total = additions(all_values, leaves=leaves)
         plan = self._plans[leaves] = _HostPlan(
-            rows=len(nodes[self._rank]),
-            local_receives=sorted(receives, key=lambda each: self._local_peers.index(each[0])),
+            counts=counts,
             host_additions=host_additions,
             host_values=[*host_values.values()],
             host_receives=host_receives,
@@ -219,17 +236,16 @@ class HostTreeAllReduce:
     def _rank_of(self, host: int, local: int) -> int:
         return host * self._grid.per_host + local
 
-    def _segment(self, local: int) -> slice:
-        return slice(local * self._width, (local + 1) * self._width)
-
     def _part(self, host: int) -> slice:
         return slice(host * self._part_width, (host + 1) * self._part_width)
 
-    def _send(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        self._works += [(rank, self._group.send([tensor], rank, 0)) for tensor in tensors]
+    def _send(self, host: int, tensors: Sequence[Tensor]) -> None:
+        rank = self._rank_of(host, self._local)
+        self._works += [(host, self._group.send([tensor], rank, 0)) for tensor in tensors]
 
-    def _receive(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        self._works += [(rank, self._group.recv([tensor], rank, 0)) for tensor in tensors]
+    def _receive(self, host: int, tensors: Sequence[Tensor]) -> None:
+        rank = self._rank_of(host, self._local)
+        self._works += [(host, self._group.recv([tensor], rank, 0)) for tensor in tensors]
 
     def _wait(self) -> None:
         for peer, work in self._works:
@@ -241,10 +257,8 @@ class HostTreeAllReduce:
 class _HostPlan:
     """The transfers and additions of a step with a given number of leaves, computed once."""
 
-    rows: int
-    """How many rows this rank has."""
-    local_receives: list[tuple[int, list[Tensor]]]
-    """By local rank, where its rows go."""
+    counts: Sequence[int]
+    """How many rows each rank of the host has."""
     host_additions: list[tuple[Tensor, Tensor]]
     """The additions within the host, in place on the left."""
     host_values: list[Tensor]

@@ -15,7 +15,7 @@ from unisono.embedding.tables import serving_in
 from unisono.engine.base import Engine, Trained
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, GroupConsistencyCheck, NoConsistencyCheck
-from unisono.engine.host_tree_all_reduce import HostGrid, HostTreeAllReduce, group_all_reduce
+from unisono.engine.host_tree_all_reduce import HostGrid, HostRanks, HostTreeAllReduce, group_all_reduce
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.local import LocalEngine
 from unisono.engine.local_steps import LocalStepsEngine, Workers
@@ -56,7 +56,7 @@ class EngineFactory:
         protect: bool,
         runtime: SharedRuntime | None,
         shares: bool,
-        grid: HostGrid | None = None,
+        hosts: HostRanks | None = None,
         several_hosts: bool = False,
     ) -> None:
         self._world, self._modules = world, modules
@@ -64,7 +64,7 @@ class EngineFactory:
         self.runtime = runtime
         """The shared memory of the ranks; None if they have none, as on several hosts."""
         self._virtual_ranks, self._overlap, self._protect = virtual_ranks, overlap, protect
-        self._grid, self._several_hosts = grid, several_hosts
+        self._hosts, self._several_hosts = hosts, several_hosts
         self.workers: Workers | None = None
         """The workers that train on their own; None where each step has the gradient of all. Set before any engine."""
         self._made: list[Engine] = []
@@ -146,7 +146,7 @@ class EngineFactory:
             self.comparison,
             virtual_ranks=virtual_ranks,
             overlap=overlap,
-            grid=self._grid,
+            hosts=self._hosts,
             several_hosts=self._several_hosts,
         )
 
@@ -156,7 +156,7 @@ class EngineFactory:
         """Make the all-reduce of a small vector. Every rank must call it, in the same order."""
         if self._shared is not None:
             return SharedAllReduce(self._shared[0], numel, widest=widest, dtype=dtype)
-        return group_all_reduce(self._world, self._grid, numel, widest=widest, dtype=dtype, device=device)
+        return group_all_reduce(self._world, self._hosts, numel, widest=widest, dtype=dtype, device=device)
 
 
 def select_engines(
@@ -185,7 +185,7 @@ def select_engines(
             memory or the model.
     """
     modules, optimizers = list(modules), list(optimizers)
-    runtime = grid = None
+    runtime = host_ranks = None
     several_hosts = False
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
     shares = False
@@ -229,6 +229,10 @@ def select_engines(
         # Ranks of one host compare what they do in shared memory even if they send their gradients.
         if shares or (len(hosts) == 1 and not any(why_not for _, why_not, *_ in everyone)):
             runtime = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
+        elif grid is not None and world.device.type == "cpu" and not any(why_not for _, why_not, *_ in everyone):
+            host_ranks = HostRanks.sharing(world, grid, [(key, process) for *_, key, process in everyone])
+        elif grid is not None:
+            host_ranks = HostRanks(grid)
     return EngineFactory(
         world,
         modules,
@@ -237,7 +241,7 @@ def select_engines(
         protect=protect,
         runtime=runtime,
         shares=shares,
-        grid=grid,
+        hosts=host_ranks,
         several_hosts=several_hosts,
     )
 

@@ -7,7 +7,7 @@ the middle of a step, the others raise within a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import cast
 
@@ -81,9 +81,12 @@ class SharedRuntime:
         world: The ranks. Its timeout bounds every wait for other ranks.
         name: A name that no other runtime of this job has.
         processes: The processes of all ranks, as `own_process` describes them.
+        ranks: What errors call the ranks; None: by their numbers in the world.
     """
 
-    def __init__(self, world: World, name: str, processes: Sequence[str]) -> None:
+    def __init__(
+        self, world: World, name: str, processes: Sequence[str], *, ranks: Sequence[int] | None = None
+    ) -> None:
         self.world, self.name, self.timeout_s = world, name, world.timeout_s
         self.rank, self.size = world.rank, world.size
         self._handshakes = 0
@@ -113,7 +116,7 @@ class SharedRuntime:
         self._peer_wait = PeerWait(
             self._abort_flag,
             self._peers,
-            ranks=range(self.size),
+            ranks=range(self.size) if ranks is None else ranks,
             group="of the Trainer",
             timeout_s=self.timeout_s,
             polls=self.size <= usable_cores(),
@@ -186,6 +189,44 @@ class SharedRuntime:
             if segment not in needed:
                 segment.close_descriptor()
         self._kept = [segment for segment in self._kept if segment in needed]
+
+    @property
+    def barrier_nbytes(self) -> int:
+        """The memory of a further barrier."""
+        return self.size**2 * SEMAPHORE_NBYTES
+
+    def prepare_barrier(self, segment: Segment) -> None:
+        """Initialize a barrier at the beginning of a segment, before the other ranks have it."""
+        for i in range(self.size**2):
+            Semaphore(segment.address + i * SEMAPHORE_NBYTES).create()
+
+    def barrier_in(self, segment: Segment) -> Barrier:
+        """Return the barrier at the beginning of a segment, to be used with `wait_at`."""
+        return Barrier(segment, 0, self._peers)
+
+    def wait_at(self, barrier: Barrier, what: str, seen: Mapping[int, Wait]) -> None:
+        """Wait until all ranks have arrived at a further barrier as often as this one.
+
+        Args:
+            barrier: The barrier.
+            what: The name of the wait in errors.
+            seen: How observers see the wait for each of the other ranks.
+
+        Raises:
+            PeerError: See `barrier`.
+        """
+        while is_late := barrier.late():
+            awaited = is_late[0]
+            deadline_s = time.monotonic() + self.timeout_s
+
+            def late(rank: int = awaited) -> list[int]:
+                return [rank] if rank in barrier.late() else []
+
+            with Observed(seen[awaited]):
+                try:
+                    self._peer_wait.wait(late, barrier.wait, lambda: what, deadline_s=deadline_s)
+                except DistBackendError as error:
+                    raise _lost(error) from error
 
     def arrive(self) -> None:
         """Signal to the other ranks that this rank is at the next barrier, and publish its earlier writes."""
