@@ -21,6 +21,15 @@ def test_a_killed_rank_is_replaced_on_its_host(hosts, calm_sha):
     assert "place: 1 2 2 1" in jobs[1].stdout
 
 
+def test_a_killed_rank_is_replaced_beside_one_with_which_it_shares_memory(hosts, calm_sha):
+    jobs = hosts.run(write(hosts), "0.01", "1", ranks=2)
+    assert [job.returncode for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr
+    for job in jobs:
+        assert re.search(r"unisono: rank 1 was killed by SIGKILL in forward of step 4; replaced, \d", job.stderr), job
+    assert sha_of(jobs[0].stdout) == calm_sha
+    assert "place: 3 4 2 2" in jobs[1].stdout
+
+
 def test_a_spare_process_takes_the_place_of_a_rank_of_its_host(hosts, calm_sha):
     jobs = hosts.run(write(hosts), "0.01", "1", "host1", ranks=1, flags=("--spares", "1"))
     assert [job.returncode for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr
