@@ -37,7 +37,7 @@ for epoch in trainer.epochs(3):
         if steps == 2 and trainer.rank == trainer.world_size - 1:
             print("working", flush=True)
         time.sleep(pause_s)
-        while steps == 3 and os.path.exists("hold"):
+        while steps >= 3 and os.path.exists("hold"):
             time.sleep(0.01)
 trainer.print("weights sha256:", trainer.digest())
 job = unisono.init()
@@ -55,7 +55,7 @@ def write(hosts: Hosts) -> str:
 
 
 def hold(hosts: Hosts) -> None:
-    """Let the ranks wait after their third step, until `go_on`: new ones may take long on a busy machine."""
+    """Let the ranks wait after their third step or a later one, until `go_on`: new ones may take long to start."""
     for came in hosts.folder.glob("came.*"):
         came.unlink()
     (hosts.folder / "hold").touch()
@@ -82,5 +82,5 @@ def await_line(job: subprocess.Popen[bytes], text: str, *, stream: str = "stderr
         lines.append(line.decode())
         if text in lines[-1]:
             break
-    assert text in lines[-1], lines
+    assert lines and text in lines[-1], lines
     return "".join(lines)

@@ -212,7 +212,8 @@ def test_a_lost_host_comes_back_and_takes_ranks_from_the_others(hosts, calm_sha,
     if lost == 0:
         told += await_line(other, "hosts can join at 10.97.0.2:29500 now")
     hold(hosts)
-    back = start_one(hosts, lost, "1:2", "0.8", flags=flags)
+    # The host of the endpoint hears of the job once a second, and would begin one of its own before that.
+    back = start_one(hosts, lost, "1:2", "0.8", flags=("--rdzv-conf", "last_call_timeout=30", *flags))
     go_on(hosts, new=1)
     told += await_line(other, "has joined")
     done = [finish(other), finish(back)]

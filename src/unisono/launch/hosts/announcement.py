@@ -94,13 +94,13 @@ class Announcement:
                 if way is not None:
                     way.close()
                 if failures == 2 and not self._servers and not self._addresses.hosts_endpoint:
-                    self._serve()
+                    self._serve(told)
         if store is not None:
             with suppress(*STORE_ERRORS):
                 store.delete_key("leader")
 
     def _find(self) -> tuple[tuple[str, int], LocalPort | None]:
-        """Return where the store of the endpoint is reached, or of what stands in for it.
+        """Return where the store of the endpoint is reached.
 
         Raises:
             OSError: Nothing is there, or nothing that knows the token.
@@ -111,16 +111,14 @@ class Announcement:
                 if token:
                     introduce(probe, token)
         except (OSError, TokenError) as error:
-            if not self._servers:
-                raise ConnectionError(str(error)) from error
-            return (LOOPBACK if token else self._addresses.local, self._servers[0].port), None
+            raise ConnectionError(str(error)) from error
         if token:
             way = LocalPort((self._addresses.endpoint, port), token)
             return (LOOPBACK, way.port), way
         return (self._addresses.endpoint, port), None
 
-    def _serve(self) -> None:
-        """Serve a store in place of that of the endpoint, at its port of this host."""
+    def _serve(self, told: str) -> None:
+        """Serve a store with the greeting in place of that of the endpoint, at its port of this host."""
         address, port, token = self._addresses.local, self._settings.endpoint_port, self._settings.token
         try:
             listener = listen(address, port)
@@ -132,4 +130,6 @@ class Announcement:
         else:
             store = serve_store(address, listener)
         self._servers.append(store)
+        here = LOOPBACK if token else address
+        connect((here, store.port), running_prefix(self._settings)).set("leader", told)
         self._say(f"nothing answers at {self._settings.endpoint}; hosts can join at {address}:{port} now")
