@@ -3,11 +3,12 @@
 Two ranks, 256 bags of 8 ids each on each rank, rows of 16 floats, a linear layer to 8 classes, SGD for both: the model
 of PyTorch's tutorial on parameter servers. The peer: DDP over gloo, zero_grad, forward, backward, loss.item(), step.
 Sides take turns in blocks of steps, which both ranks begin at the same time; that of the slower rank counts. The kernel
-is lookup, backward and update of one process with one thread, with `Adam` against nn.EmbeddingBag and SparseAdam, and
-with `RowwiseAdagrad` in a dynamic table with random ids of 64 bits, all of which have rows, against fixed rows. The
-last row is the same with SGD on a table of 50 million rows against one of 100 000: what a step costs must not depend on
-the rows that there are, except for what the caches hold. Between them are steps of two ranks and one server, in each
-mode of consistency, against two ranks that update the rows themselves (`scripts/table_servers.py`).
+is lookup, backward and update of one process with one thread: with `Adam` against nn.EmbeddingBag and SparseAdam; with
+`RowwiseAdagrad` against the CPU tables of fbgemm, if fbgemm_gpu can be imported (1.8.0 loads with torch 2.13); and with
+`RowwiseAdagrad` in a dynamic table with random ids of 64 bits, all of which have rows, against fixed rows. The last row
+is the same with SGD on a table of 50 million rows against one of 100 000: what a step costs must not depend on the rows
+that there are, except for what the caches hold. Between them are steps of two ranks and one server, in each mode of
+consistency, against two ranks that update the rows themselves (`scripts/table_servers.py`).
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def run(effort: Effort) -> Iterator[Row]:
     kernels = [(1000, 8, 64, 4)] if effort.quick else [(100_000, 16, 2048, 8), (1_000_000, 64, 4096, 10)]
     for rows, dim, bags, ids in kernels:
         yield _kernel(effort, rows, dim, bags, ids)
+        if (against_fbgemm := _against_fbgemm(effort, rows, dim, bags, ids)) is not None:
+            yield against_fbgemm
         yield _dynamic(effort, rows, dim, bags, ids)
     yield _by_size(effort, 200_000 if effort.quick else 50_000_000)
 
@@ -191,6 +194,50 @@ def _kernel(effort: Effort, rows: int, dim: int, bags: int, width: int) -> Row:
         peer_name="EmbeddingBag + SparseAdam",
         unit="M ids/s",
         goal=Goal(of="ratio", bound=4.0),
+        rows=rows,
+    )
+
+
+def _against_fbgemm(effort: Effort, rows: int, dim: int, bags: int, width: int) -> Row | None:
+    """Measure tables of fbgemm-gpu-cpu, whose update is part of the backward pass; None if they are not there."""
+    try:
+        from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm  # noqa: PLC0415
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType  # noqa: PLC0415
+    except (ImportError, OSError) as error:  # also where it was built for another torch
+        print(f"no row against fbgemm's tables: {error}", file=sys.stderr)
+        return None
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batches = [torch.randint(0, rows, (bags, width)) for _ in range(16)]
+    gradient = torch.randn(bags, dim)
+    tables = Tables({"item": Table(rows=rows, dim=dim, pooling="sum", optimizer=RowwiseAdagrad(lr=_RATE))})
+    peer = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, dim, fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        learning_rate=_RATE,
+        eps=1e-8,
+    )
+    peer.init_embedding_weights_uniform(-0.1, 0.1)
+    offsets, turns = torch.arange(0, bags * width + 1, width), count()
+
+    def theirs() -> float:
+        ids = batches[next(turns) % len(batches)].view(-1)
+        start = perf_counter()
+        peer(ids, offsets).backward(gradient)
+        return perf_counter() - start
+
+    ours = _steps(tables["item"], tables.step, batches, gradient)
+    pairs = alternate(ours, theirs, rounds=effort.rounds(21), seed=effort.seed)
+    torch.set_num_threads(threads)
+    ids = bags * width / 1e6
+    return summarise(
+        "embedding",
+        f"RowwiseAdagrad, {rows} rows x {dim}, {bags * width} ids, one core",
+        **pairs.as_rates(ours=ids, peer=ids)._asdict(),
+        peer_name="fbgemm's CPU tables",
+        unit="M ids/s",
+        goal=Goal(of="ratio", bound=2.5),
         rows=rows,
     )
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from unisono.embedding import Adam, RowwiseAdagrad
+from unisono.embedding.compiled_rows import row_kernel_name
 from unisono.embedding.row_memory import RowStore
 from unisono.server_page import ServerPage
 from unisono.servers import SessionControl, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
@@ -55,6 +56,7 @@ class Tables:
         self.segments += [control, slots]
         session = SessionRecord(
             pids=(os.getpid(),) * RANKS,
+            row_kernel=row_kernel_name(),
             servers=SERVERS,
             placement="hash",
             ring=RING,

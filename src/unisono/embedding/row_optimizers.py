@@ -1,7 +1,8 @@
 """Optimizers of table rows: how the gradients of some rows change these rows and their state.
 
-A rule gets a group of rows at a time, few enough for the cache, so that one pass over memory reads a row, updates it
-and writes it back. It computes each row from this row alone.
+With operations of torch, a rule gets a group of rows at a time, few enough for the cache, so that one pass over memory
+reads a row, updates it and writes it back. It computes each row from this row alone. `row_formulas.py` has the same
+rules for a compiled function, and `row_updates.py` decides between the two.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ __all__ = [
     "RowOptimizer",
     "RowwiseAdagrad",
     "RowwiseAdam",
-    "change_rows",
+    "change_by_torch",
+    "corrected_rate",
     "rows_per_chunk",
     "rule_named",
 ]
@@ -98,7 +100,7 @@ def rows_per_chunk(rule: type[RowOptimizer], row_nbytes: int) -> int:
     return max(_CHUNK_NBYTES // (row_nbytes * (2 + len(rule.per_element))), 64)
 
 
-def change_rows(  # noqa: PLR0917  as `RowOptimizer.change`
+def change_by_torch(  # noqa: PLR0917  as `RowOptimizer.change`
     rule: type[RowOptimizer],
     rows: Tensor,
     gradient: Tensor,
@@ -106,7 +108,10 @@ def change_rows(  # noqa: PLR0917  as `RowOptimizer.change`
     group: Mapping[str, Any],
     step: float,
 ) -> None:
-    """Change rows and their state in place by a rule, after clipping and weight decay; see `RowOptimizer.change`."""
+    """Change rows and their state in place by operations of torch, after clipping and weight decay.
+
+    See `RowOptimizer.change`.
+    """
     if group["clip_row_norm"] is not None:
         norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
         gradient = gradient * (group["clip_row_norm"] / (norm + 1e-6)).clamp_(max=1.0)
@@ -190,7 +195,7 @@ class Adam(RowOptimizer):
         beta1, beta2 = group["betas"]
         mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        rows.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-_corrected(group["lr"], beta1, beta2, step))
+        rows.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-corrected_rate(group["lr"], beta1, beta2, step))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +220,11 @@ class RowwiseAdam(RowOptimizer):
         beta1, beta2 = group["betas"]
         mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
         square = state["exp_avg_sq"].mul_(beta2).add_(_mean_square(gradient), alpha=1 - beta2)
-        rates = square.sqrt().add_(group["eps"]).reciprocal_().mul_(_corrected(group["lr"], beta1, beta2, step))
+        rates = square.sqrt().add_(group["eps"]).reciprocal_().mul_(corrected_rate(group["lr"], beta1, beta2, step))
         rows.addcmul_(mean, rates.unsqueeze(1), value=-1.0)
 
 
-def _corrected(lr: float, beta1: float, beta2: float, step: float) -> float:
+def corrected_rate(lr: float, beta1: float, beta2: float, step: float) -> float:
     """Return the step size with the correction of the moments' bias, as in `torch.optim.SparseAdam`."""
     return float(lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step))
 

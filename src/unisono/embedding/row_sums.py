@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.embedding.compiled_rows import is_poolable, is_summable, pool_by_compiled, sum_by_compiled
 from unisono.embedding.id_order import ordered_ids
 
 __all__ = ["SummedRows", "add_row_gradients", "embed_bags", "row_gradient", "rows_of", "sum_by_row"]
@@ -55,6 +56,8 @@ def sum_by_row(
     ([2, 7], [[2.0], [5.0]])
     """
     ordered, order = ordered_ids(ids)
+    if entries is None and scale is None and len(ids) and is_summable(source):
+        return SummedRows(*sum_by_compiled(ordered.long(), order, source, width=width))
     distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
     if entries is not None:
         taken = entries.index_select(0, order)
@@ -84,6 +87,8 @@ def embed_bags(
         scale: A factor for each id, [n]; for sums only.
         padding: An id that counts as none.
     """
+    if not mean and scale is None and padding is None and is_poolable(weight):
+        return pool_by_compiled(weight, ids, begins)
     outputs = torch.embedding_bag(weight, ids, begins, False, int(mean), False, scale, False, padding)
     pooled: Tensor = outputs[0]
     return pooled

@@ -13,9 +13,9 @@ from unisono.embedding.growth import resize
 from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.row_map import RowMap
-from unisono.embedding.row_memory import RowStore
-from unisono.embedding.row_optimizers import RowOptimizer, change_rows, rows_per_chunk, rule_named
+from unisono.embedding.row_optimizers import RowOptimizer, rule_named
 from unisono.embedding.row_sums import rows_of
+from unisono.embedding.row_updates import update_rows
 from unisono.embedding.table_file import TableFile
 from unisono.errors import TableFullError
 
@@ -94,19 +94,7 @@ class TableOptimizer(Optimizer):
             return
         if p in self.maps:
             indices, values = self._placed(p, indices, values)
-        stores = {key: RowStore.of(state[key]) for key in (*rule.per_row, *rule.per_element)}
-        weights = RowStore.of(p.detach())
-        chunk = max(len(indices), 1)
-        if p.device.type == "cpu":
-            chunk = rows_per_chunk(rule, p.shape[1] * p.element_size())
-        for start in range(0, len(indices), chunk):
-            which, of_rows = indices[start : start + chunk], values[start : start + chunk]
-            rows = weights.read(which)
-            taken = {key: store.read(which) for key, store in stores.items()}
-            change_rows(rule, rows, of_rows, taken, group, state["step"])
-            for key, store in stores.items():
-                store.write(which, taken[key])
-            weights.write(which, rows)
+        update_rows(rule, p.detach(), indices, values, state, group, state["step"])
 
     def make_state(self, p: Tensor, rule: type[RowOptimizer]) -> None:
         """Make the state of a table, unless there is one.

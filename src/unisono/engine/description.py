@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.collectives.world import World
+from unisono.embedding.compiled_rows import row_kernel_name
+from unisono.embedding.tables import tables_in
 from unisono.engine.model_contents import named_buffers, named_parameters, plain_name
 from unisono.errors import RankMismatchError
 from unisono.mismatch import Document, tell_differences
@@ -30,6 +32,7 @@ __all__ = [
     "describe_models",
     "describe_modes",
     "describe_optimizers",
+    "describe_row_updates",
     "describe_schedulers",
     "describe_system",
     "describe_trained",
@@ -88,7 +91,13 @@ def describe_models(modules: Mapping[str, nn.Module]) -> Document:
         "the names of the model's buffers": list(buffers),
         **{f"buffer {name!r}": _form(buffer) for name, buffer in buffers.items()},
         **describe_modes(modules),
+        **describe_row_updates(modules),
     }
+
+
+def describe_row_updates(modules: Mapping[str, nn.Module]) -> Document:
+    """Describe what updates the rows of tables, if there are any."""
+    return {"what updates the rows of tables": row_kernel_name()} if tables_in(modules.values()) else {}
 
 
 def describe_trained(modules: Mapping[str, nn.Module]) -> Document:

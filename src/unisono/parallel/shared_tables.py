@@ -12,6 +12,7 @@ from unisono.embedding.tables import Tables
 from unisono.engine import files_of, select_engines, share_files
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import StepDescription
+from unisono.engine.description import check_equal_documents, describe_row_updates
 from unisono.engine.step_transaction import StepTransaction
 from unisono.text import a_type
 
@@ -31,6 +32,7 @@ def share_tables(tables: Tables) -> SharedTables:
     Raises:
         TypeError: It is no `Tables`.
         ValueError: The ranks cannot share memory, as on several hosts.
+        RankMismatchError: The ranks have other tables, or update rows in another way.
         PeerError: Another rank does not come.
     """
     if not isinstance(tables, Tables):
@@ -46,6 +48,8 @@ class SharedTables:
         named = {name: p for name, p in tables.named_parameters() if p.requires_grad}
         self._trained = Trained(tuple(named), tuple(named.values()))
         optimizer = tables.optimizer
+        document = {"the names of the tables": [*self._trained.names], **describe_row_updates({"": tables})}
+        check_equal_documents(world, document, given_to="share_tables")
         share_files(world, [tables], [optimizer])
         files = files_of([tables]).values()
         factory = select_engines(

@@ -74,6 +74,8 @@ class SessionRecord:
     slots: int
     """The numbers of the segments with these."""
     segments: tuple[SegmentRecord, ...]
+    row_kernel: str
+    """What ranks update rows with: servers must do so as well (`embedding.compiled_rows.row_kernel_name`)."""
     tables: tuple[TableRecord, ...] = field(default=())
 
     @property

@@ -20,8 +20,11 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from unisono.embedding.compiled_rows import row_kernel_name
 from unisono.embedding.row_memory import RowStore
-from unisono.embedding.row_optimizers import RowOptimizer, change_rows, rows_per_chunk, rule_named
+from unisono.embedding.row_optimizers import RowOptimizer, rows_per_chunk, rule_named
+from unisono.embedding.row_updates import change_rows
+from unisono.errors import RankMismatchError
 from unisono.server_page import ServerPage
 from unisono.servers.hand_over import TableUpdate, read_updates
 from unisono.servers.record import SessionRecord, TensorRecord
@@ -133,7 +136,16 @@ class _Session:
 
     @classmethod
     def open(cls, record: SessionRecord, number: int, page: ServerPage) -> _Session | None:
-        """Map the memory of a session; None if it is gone, as a session is that is over."""
+        """Map the memory of a session; None if it is gone, as a session is that is over.
+
+        Raises:
+            RankMismatchError: Ranks update rows in another way, with other bits.
+        """
+        if (own := row_kernel_name()) != record.row_kernel:
+            raise RankMismatchError(
+                f"server {number} updates the rows of tables by {own}; ranks do so by {record.row_kernel}. Let servers "
+                "and ranks find the same packages."
+            )
         segments = []
         for each in record.segments:
             segment = each.open(record.pids)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.activity import Observed, Wait
+from unisono.embedding.compiled_rows import row_kernel_name
 from unisono.embedding.row_optimizers import rule_named
 from unisono.embedding.row_sums import SummedRows, row_gradient
 from unisono.embedding.serving import ServerCounts, Serving
@@ -264,6 +265,7 @@ class TableServers:
             slots=1,
             segments=segments,
             tables=tables,
+            row_kernel=row_kernel_name(),
         )
         if runtime.rank == 0:
             self._page.publish([*self._page.sessions()[1], found.as_json()][-_MOST_SESSIONS:])

@@ -1,0 +1,222 @@
+"""Rows updated by compiled functions: what torch computes to rounding, the same bits however rows lie, and when."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam, Table, TableOptimizer, Tables
+from unisono.embedding.id_order import ordered_ids
+from unisono.embedding.row_sums import embed_bags, sum_by_row
+
+pytest.importorskip("llvmlite", reason="the extra `tables` is not installed")
+
+ROWS = 40
+RULES = [SGD, Adagrad, RowwiseAdagrad, Adam, RowwiseAdam]
+DIMS = [1, 3, 16, 17, 64, 150]  # shorter than a vector, whole vectors, with a rest, and with a loop
+TRAIN = """
+import sys
+if sys.argv[2] == "without":
+    sys.modules["llvmlite"] = None
+import torch
+from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam, Table, Tables
+
+DECAY, CLIP = {"weight_decay": 0.1}, {"clip_row_norm": 0.5}
+found = {}
+for dtype in (torch.float32, torch.float64):
+    for rule in (SGD, Adagrad, RowwiseAdagrad, Adam, RowwiseAdam):
+        for dim in (1, 3, 16, 17, 64, 150):
+            for options in ({}, DECAY, CLIP, {**DECAY, "clip_row_norm": 2.0}):
+                torch.manual_seed(dim)
+                table = Table(rows=40, dim=dim, pooling="sum", optimizer=rule(lr=0.1, **options), dtype=dtype)
+                tables = Tables({"item": table})
+                for _ in range(4):
+                    tables.zero_grad()
+                    out = tables["item"](torch.randint(0, 30, (8, 3)))
+                    out.backward(torch.randn(out.shape, dtype=dtype))
+                    tables.step()
+                state = tables.optimizer.state[tables["item"].weight]
+                name = f"{rule.__name__} {dtype} {dim} {options}"
+                found[name] = [tables["item"].weight.detach(), *(state[key] for key in sorted(state) if key != "step")]
+torch.save(found, sys.argv[1])
+print("llvmlite.binding" in sys.modules)
+"""
+
+
+def python(code, *args):
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, check=False, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The tables and their state after some steps, compiled and by torch, by rule, type, length and settings."""
+    folder = tmp_path_factory.mktemp("both")
+    assert python(TRAIN, folder / "compiled", "with") == "True"
+    assert python(TRAIN, folder / "torch", "without") == "False"
+    return torch.load(folder / "compiled"), torch.load(folder / "torch")
+
+
+def test_rules_do_what_operations_of_torch_do_and_round_otherwise(both):
+    compiled, by_torch = both
+    assert compiled.keys() == by_torch.keys() and len(compiled) == 2 * len(RULES) * len(DIMS) * 4
+    for name, tensors in compiled.items():
+        tolerance = {"rtol": 1e-4, "atol": 1e-4} if "float32" in name else {"rtol": 1e-10, "atol": 1e-10}
+        for mine, theirs in zip(tensors, by_torch[name], strict=True):
+            torch.testing.assert_close(mine, theirs, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+def stepped(weight, rule, *, which=None, steps=3):
+    """Return a table after steps with seeded gradients, and its state."""
+    optimizer = TableOptimizer([(weight, rule)])
+    generator = torch.Generator().manual_seed(1)
+    which = torch.arange(0, len(weight), 3) if which is None else which
+    for _ in range(steps):
+        values = torch.randn(len(which), weight.shape[1], dtype=weight.dtype, generator=generator)
+        weight.grad = torch.sparse_coo_tensor(which.view(1, -1), values, weight.shape, check_invariants=False)
+        optimizer.step()
+    return weight, optimizer.state[weight]
+
+
+@pytest.mark.parametrize("dim", [1, 5, 32])
+@pytest.mark.parametrize("rule", RULES)
+def test_the_bits_do_not_depend_on_how_a_table_lies_in_memory(rule, dim):
+    torch.manual_seed(dim)
+    rows, settings = torch.randn(ROWS, dim), rule(lr=0.1, weight_decay=0.01, clip_row_norm=1.0)
+    wide = torch.zeros(ROWS, dim + 3)[:, 1 : dim + 1].copy_(rows)
+    turned = torch.empty(dim, ROWS).t().copy_(rows)
+    assert not wide.is_contiguous() and turned.stride(1) == ROWS
+    expected = stepped(rows.clone(), settings)[0]
+    assert not torch.equal(expected, rows)
+    for other in (wide, turned):
+        assert torch.equal(stepped(other, settings)[0], expected)
+
+
+def test_rows_beyond_two_billion_elements_are_found(tmp_path):
+    """The file has holes: only what is touched takes room."""
+    rows, dim = 2**25 + 40, 64
+    table = torch.from_file(str(tmp_path / "table"), shared=True, size=rows * dim, dtype=torch.float32).view(rows, dim)
+    which = torch.tensor([0, 5, 2**24, rows - 1])
+    stepped(table, SGD(lr=0.1), which=which)
+    small = stepped(torch.zeros(4, dim), SGD(lr=0.1), which=torch.arange(4))[0]
+    assert torch.equal(table[which], small)
+    assert torch.equal(embed_bags(table, which, torch.tensor([0, 3])), torch.stack([small[:3].sum(0), small[3]]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_steps_of_no_rows_and_of_no_rate_leave_values(rule):
+    rows = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(stepped(rows.clone(), rule(lr=0.0))[0], rows)
+    weight, state = stepped(rows.clone(), rule(lr=1.0), which=torch.arange(0))
+    assert torch.equal(weight, rows) and state["step"] == 3
+
+
+@pytest.mark.parametrize("dim", [1, 2, 16])
+def test_a_row_that_does_not_exist_is_refused(dim):
+    with pytest.raises(IndexError, match="row 40 is to be updated, and the table has 40 rows"):
+        stepped(torch.zeros(ROWS, dim), SGD(lr=1.0), which=torch.tensor([1, 40]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_types_without_compiled_functions_are_updated_by_torch(dtype):
+    weight, _ = stepped(torch.zeros(ROWS, 4, dtype=dtype), SGD(lr=1.0), steps=1)
+    assert int((weight != 0).any(1).sum()) == 14
+
+
+def test_an_update_is_a_change_for_autograd():
+    """What was saved for backward before an update must not be used after it."""
+    weight = torch.zeros(ROWS, 4)
+    before = weight._version
+    stepped(weight, Adam(lr=0.1), steps=1)
+    assert weight._version > before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [1, 3, 16, 17, 128, 130])
+def test_lookups_and_sums_have_the_bits_of_embedding_bag(dim, dtype):
+    torch.manual_seed(dim)
+    tables = Tables({"item": Table(rows=500, dim=dim, pooling="sum", optimizer=SGD(lr=0.1), dtype=dtype)})
+    weight = tables["item"].weight.detach()
+    weight[3] = -0.0
+    for kind in (torch.int32, torch.int64):
+        ids, offsets = torch.randint(0, 500, (300,), dtype=kind), torch.tensor([0, 4, 4, 9, 100, 300], dtype=kind)
+        ids[:4] = 3
+        expected = F.embedding_bag(ids, weight, offsets, mode="sum")
+        found = tables["item"](ids, offsets).detach()
+        assert torch.equal(found, expected) and torch.equal(torch.signbit(found), torch.signbit(expected))
+        rows, values = sum_by_row(ids, weight[:100].contiguous(), width=3)
+        ordered, order = torch.sort(ids.long(), stable=True)
+        distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
+        sums = F.embedding_bag(order // 3, weight[:100], counts.cumsum(0) - counts, mode="sum")
+        assert torch.equal(rows, distinct) and torch.equal(values, sums)
+        assert torch.equal(torch.signbit(values), torch.signbit(sums))
+
+
+@pytest.mark.parametrize("span", [1, 2, 50, 2047, 2048, 3000, 2**22, 2**33 - 1, 2**40, 2**62])
+def test_ids_are_sorted_as_torch_sorts_them(span):
+    torch.manual_seed(0)
+    for n in (1, 2, 7, 1000, 9000):
+        ids = torch.randint(0, span, (n,)) - 3
+        ordered, order = torch.sort(ids, stable=True)
+        found = ordered_ids(ids)
+        assert torch.equal(found[0], ordered) and torch.equal(found[1], order)
+
+
+def test_the_compiler_is_imported_when_a_table_is_first_used():
+    code = """
+import sys
+import unisono
+from unisono.embedding import SGD, Table, Tables
+tables = Tables({"item": Table(rows=4, dim=2, pooling="sum", optimizer=SGD(lr=0.1))})
+tables.optimizer
+print("llvmlite" in sys.modules)
+"""
+    assert python(code) == "False"
+
+
+MIXED = """
+import sys
+if sys.argv[1] == "mixed" and int(__import__("os").environ["RANK"]) == 1:
+    sys.modules["llvmlite"] = None
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+import unisono
+from unisono.embedding import RowwiseAdagrad, Table, Tables
+from unisono.parallel import share_tables
+
+torch.manual_seed(0)
+tables = Tables({"item": Table(rows=5000, dim=17, pooling="sum", optimizer=RowwiseAdagrad(lr=0.1))})
+if sys.argv[2] == "loop":
+    unisono.init()
+    shared = share_tables(tables)
+    tables["item"](torch.arange(50).view(5, 10)).sum().backward()
+    shared.step()
+else:
+    data = TensorDataset(torch.randint(0, 5000, (960, 8)), torch.randint(0, 17, (960,)))
+    trainer = unisono.Trainer(tables["item"], tables.optimizer, virtual_ranks=6, progress=False)
+    for batch in trainer.batches(data, batch_size=240):
+        trainer.step(lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), batch)
+    print(trainer.digest())
+"""
+
+
+@pytest.mark.parametrize("how", ["trainer", "loop"])
+def test_ranks_of_which_only_some_have_the_compiler_are_refused(run_ranks, how):
+    job = run_ranks(2, MIXED, "mixed", how, code=None)
+    assert job.code != 0
+    for words in ("what updates the rows of tables", "functions compiled by llvmlite", "install unisono[tables]"):
+        assert words in job.said, job.said[-3000:]
+
+
+def test_the_bits_are_the_same_on_any_number_of_ranks_and_servers(run_ranks):
+    sums = {run_ranks(n, MIXED, "same", "trainer").out.split()[-1] for n in (1, 2, 3)}
+    sums.add(run_ranks(2, MIXED, "same", "trainer", flags=["--servers", "2"]).out.split()[-1])
+    assert len(sums) == 1
