@@ -7,18 +7,28 @@ import os
 import pytest
 import torch
 
-from unisono.embedding import Adam, RowwiseAdagrad
+from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam
 from unisono.embedding.compiled_rows import row_kernel_name
 from unisono.embedding.row_memory import RowStore
 from unisono.server_page import ServerPage
-from unisono.servers import SessionControl, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
+from unisono.servers import (
+    RowLayout,
+    SessionControl,
+    SessionRecord,
+    TableRecord,
+    TableUpdate,
+    packed_nbytes,
+    write_updates,
+)
 from unisono.servers.record import SegmentRecord, TensorRecord
-from unisono.servers.row_placement import owned
+from unisono.servers.row_numbers import count_numbers
+from unisono.servers.row_placement import owned, owned_columns
 from unisono.servers.server import Server, redo_nbytes
 from unisono.shm.segment import Segment
 
 RANKS, SERVERS, RING, STEPS, ROWS, DIM = 2, 2, 2, 3, 400, 3
 RULES = (RowwiseAdagrad(lr=0.1, weight_decay=0.01), Adam(lr=0.05, clip_row_norm=0.5))
+ROWWISE = (RowwiseAdam(lr=0.1, weight_decay=0.02, clip_row_norm=1.0), RowwiseAdagrad(lr=0.1, weight_decay=0.01))
 
 
 class Ended(BaseException):
@@ -28,14 +38,16 @@ class Ended(BaseException):
 class Tables:
     """Two tables in shared memory, with a session of two ranks, which this process stands for."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules, *, placement="hash", servers=SERVERS, dim=DIM) -> None:
+        self.rules, self.dim = rules, dim
+        has_columns = placement == "column" and servers > 1
         generator = torch.Generator().manual_seed(7)
         self.segments: list[Segment] = []
         self.tensors: list[torch.Tensor] = []
         records, redo = [], 0
-        for rule in RULES:
-            shapes = {"weight": (ROWS, DIM)} | dict.fromkeys(rule.per_row, (ROWS,))
-            shapes |= dict.fromkeys(rule.per_element, (ROWS, DIM))
+        for rule in rules:
+            shapes = {"weight": (ROWS, dim)} | dict.fromkeys(rule.per_row, (ROWS,))
+            shapes |= dict.fromkeys(rule.per_element, (ROWS, dim))
             tensors = {key: self._tensor(shape) for key, shape in shapes.items()}
             tensors["weight"].normal_(generator=generator)
             names = {
@@ -45,20 +57,25 @@ class Tables:
             weight = names.pop("weight")
             records.append(TableRecord("item", type(rule).__name__, weight, names))
             weight_tensor, *state = tensors.values()
-            redo = max(redo, redo_nbytes(type(rule), weight_tensor, state))
-        facts = {"ranks": RANKS, "servers": SERVERS, "redo_nbytes": redo}
+            redo = max(
+                redo, redo_nbytes(type(rule), weight_tensor, state, column_servers=servers if has_columns else 1)
+            )
+        facts = {"ranks": RANKS, "servers": servers, "redo_nbytes": redo}
         control = Segment.create(SessionControl.nbytes(**facts), name="control")
         self.control = SessionControl(control, **facts)
         self.control.create()
-        capacity = 1 << packed_nbytes([(ROWS, DIM, torch.float32)] * 2).bit_length()
+        self.layouts = [
+            RowLayout(dim, torch.float32, count_numbers(type(rule)) if has_columns else 0) for rule in rules
+        ]
+        capacity = 1 << packed_nbytes([(ROWS, layout) for layout in self.layouts]).bit_length()
         slots = Segment.create(capacity * RANKS * RING, name="slots")
         self.slots = slots.tensor(0, (RANKS, RING, capacity))
         self.segments += [control, slots]
         session = SessionRecord(
             pids=(os.getpid(),) * RANKS,
             row_kernel=row_kernel_name(),
-            servers=SERVERS,
-            placement="hash",
+            servers=servers,
+            placement=placement,
             ring=RING,
             capacity=capacity,
             redo_nbytes=redo,
@@ -80,11 +97,11 @@ class Tables:
         generator = torch.Generator().manual_seed(step)
         for rank in range(RANKS):
             updates = []
-            for number, rule in enumerate(RULES):
+            for number, rule in enumerate(self.rules):
                 rows = torch.arange(rank, ROWS, RANKS)[torch.rand(ROWS // RANKS, generator=generator) < 0.9]
-                values = torch.randn(len(rows), DIM, generator=generator)
+                values = torch.randn(len(rows), self.dim, generator=generator)
                 updates.append(TableUpdate(number, rows, values, rule.group(), step))
-            write_updates(self.slots[rank, step % RING], step, updates)
+            write_updates(self.slots[rank, step % RING], step, updates, self.layouts)
             self.control.hand_over(step, rank=rank, rows=sum(len(update.rows) for update in updates))
         self.control.release(step, rank=1)
 
@@ -94,18 +111,19 @@ class Tables:
             segment.close_descriptor()
 
 
-def train() -> tuple[list[torch.Tensor], SessionControl]:
+def train(rules=RULES, *, servers=SERVERS, **options) -> tuple[list[torch.Tensor], SessionControl]:
     """Apply some steps by servers of which each that ends is replaced."""
-    tables = Tables()
-    servers = [Server(tables.page, number) for number in range(SERVERS)]
+    tables = Tables(rules, servers=servers, **options)
+    running = [Server(tables.page, number) for number in range(servers)]
     for step in range(1, STEPS + 1):
         tables.release(step)
-        for number in range(SERVERS):
-            while tables.control.applied_by(number) < step:
+        while tables.control.applied < step:  # a server of columns may have to wait for the others
+            for number in range(servers):
                 try:
-                    servers[number].turn()
+                    if tables.control.applied_by(number) < step:
+                        running[number].turn()
                 except Ended:
-                    servers[number] = Server(tables.page, number)
+                    running[number] = Server(tables.page, number)
     tables.close()
     return tables.tensors, tables.control
 
@@ -119,7 +137,7 @@ def ends(monkeypatch):
         left["events"] -= 1
         return left["events"] == -1
 
-    for name in ("set_ready", "set_done", "set_applied", "wake_ranks"):
+    for name in ("set_ready", "set_done", "set_numbered", "set_applied", "wake_ranks", "wake_servers"):
         original = getattr(SessionControl, name)
 
         def before(self, *given, original=original, **named):
@@ -140,22 +158,26 @@ def ends(monkeypatch):
     return left
 
 
-def test_a_server_that_ends_at_any_moment_applies_each_update_once(ends, monkeypatch):
+@pytest.mark.parametrize(
+    ("placement", "every"), [("hash", 1), ("column", 23), pytest.param("column", 1, marks=pytest.mark.soak)]
+)
+def test_a_server_that_ends_at_any_moment_applies_each_update_once(ends, monkeypatch, placement, every):
+    in_columns = placement == "column"
     for module in ("unisono.servers.server", __name__):  # several parts for each update
         monkeypatch.setattr(f"{module}.rows_per_chunk", lambda *_: 64, raising=False)
     ends["events"] = 10**9
-    expected, control = train()
+    expected, control = train(placement=placement)
     events = 10**9 - ends["events"]
-    assert control.rows_applied() == control.rows_given() and control.repaired == 0 and events > 80
+    assert control.rows_applied(in_columns=in_columns) == control.rows_given() and control.repaired == 0 and events > 80
     repaired = 0
-    for event in range(events):
+    for event in range(0, events, every):
         ends["events"] = event
-        tensors, control = train()
+        tensors, control = train(placement=placement)
         assert ends["events"] < 0
         assert all(map(torch.equal, tensors, expected)), f"the end at event {event} has changed rows"
-        assert control.rows_applied() == control.rows_given()
+        assert control.rows_applied(in_columns=in_columns) == control.rows_given()
         repaired += control.repaired
-    assert repaired > events / 4
+    assert repaired > events / every / 4
 
 
 @pytest.mark.parametrize("placement", ["hash", "range", "table"])
@@ -167,6 +189,24 @@ def test_each_row_has_one_server(placement):
         assert entries.sort().values.tolist() == [*range(len(rows))]
         if placement != "table":
             assert min(map(len, parts)) > len(rows) / 4
+
+
+@pytest.mark.parametrize("rules", [RULES, ROWWISE, (SGD(lr=0.1, weight_decay=0.1, clip_row_norm=2.0), Adagrad(lr=0.1))])
+@pytest.mark.parametrize(("dim", "servers"), [(3, 2), (40, 3), (2, 3), (64, 2)])
+def test_servers_with_columns_give_the_bits_of_one_with_rows(rules, dim, servers):
+    expected, _ = train(rules, servers=1, dim=dim)
+    tensors, control = train(rules, servers=servers, dim=dim, placement="column")
+    assert all(map(torch.equal, tensors, expected))
+    assert control.rows_applied(in_columns=True) == control.rows_given()
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 5])
+def test_each_column_has_one_server(servers):
+    for dim in (1, 3, 5, 16, 40, 64, 100, 1024):
+        parts = [owned_columns(dim, server=s, servers=servers) for s in range(servers)]
+        assert [c for part in parts for c in range(dim)[part]] == [*range(dim)]
+        widths = [part.stop - part.start for part in parts]
+        assert max(widths) - min(widths) <= max(dim // servers // 4, 1)
 
 
 def test_what_is_published_halfway_is_not_seen():

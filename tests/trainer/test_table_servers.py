@@ -44,15 +44,21 @@ def check_counts(job, *, steps) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "servers", "kills"),
+    ("placement", "ranks", "servers", "kills"),
     [
-        (2, 2, "2,5"),
-        *(pytest.param(r, s, "2,4,5", marks=pytest.mark.soak) for r in (1, 2, 4) for s in (1, 2, 3)),
+        ("hash", 2, 2, "2,5"),
+        ("column", 2, 2, "3"),
+        *(
+            pytest.param(p, r, s, "2,4,5", marks=pytest.mark.soak)
+            for p in ("hash", "column")
+            for r in (1, 2, 4)
+            for s in (1, 2, 3)
+        ),
     ],
 )
 @pytest.mark.usefixtures("here")
-def test_servers_that_are_killed_give_the_bits_of_one_process(run_ranks, without, ranks, servers, kills):
-    job = run_ranks(ranks, PROGRAM, "sync", STEPS, kills, flags=["--servers", servers])
+def test_servers_that_are_killed_give_the_bits_of_one_process(run_ranks, without, placement, ranks, servers, kills):
+    job = run_ranks(ranks, PROGRAM, "sync", STEPS, kills, "-", "0", placement, flags=["--servers", servers])
     assert job.sha() == without
     assert check_counts(job, steps=STEPS - 1)["most_stale"] == 0  # ranks make the state in the first step
     starts = servers * len(kills.split(","))
@@ -77,17 +83,25 @@ def test_steps_that_do_not_wait_lose_no_update(run_ranks, mode):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("mode", "ranks_die"), [("sync", False), ("sync", True), ("bounded(2)", True), ("async", False)]
+    ("placement", "mode", "ranks_die"),
+    [
+        ("hash", "sync", False),
+        ("hash", "sync", True),
+        ("hash", "bounded(2)", True),
+        ("hash", "async", False),
+        ("column", "sync", True),
+        ("column", "async", False),
+    ],
 )
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.usefixtures("here")
-def test_twenty_kills_at_random_moments(run_ranks, launch_host, mode, ranks_die, seed):
+def test_twenty_kills_at_random_moments(run_ranks, launch_host, placement, mode, ranks_die, seed):
     steps = 400
-    calm = run_ranks(2, PROGRAM, mode, steps, "-", flags=["--servers", "2"])
+    calm = run_ranks(2, PROGRAM, mode, steps, "-", "-", "0", placement, flags=["--servers", "2"])
     launcher, rng = Launcher(Path.cwd(), launch_host), random.Random(seed)
     killed: list[int] = []
     # The pause lets the run last longer than the kills take, however fast the machine is.
-    arguments = [str(PROGRAM), mode, str(steps), "-", "-", "0.04"]
+    arguments = [str(PROGRAM), mode, str(steps), "-", "-", "0.04", placement]
     with launcher.start("run", "-n", "2", "--servers", "2", *arguments) as process:
         while process.poll() is None and len(killed) < 20:
             wants_rank = ranks_die and len(killed) % 5 == 4
@@ -128,7 +142,12 @@ def table(**options):
         (9, {}, r"9 servers for 5 rows: 4 of them would have none. Start at most 5"),
         (0, {"consistency": "async"}, r"consistency='async' is for tables on servers, and these are on none"),
         (1, {"consistency": "bounded(0)"}, r'consistency=\'bounded\(0\)\': give "sync", "async", or "bounded\(k\)"'),
-        (1, {"placement": "column"}, "placement='column'"),
+        (
+            3,
+            {"placement": "column"},
+            r"3 servers for rows of 2 columns: 1 of them would have none. Start at most 2, or",
+        ),
+        (1, {"placement": "columns"}, "placement='columns'"),
         (1, {"servers": -1}, "servers=-1"),
     ],
 )

@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from unisono.embedding.compiler import CompiledFunction, has_compiler
-from unisono.embedding.row_formulas import settings_of, update_code
+from unisono.embedding.row_formulas import Part, settings_of, stores_of, update_code
 from unisono.embedding.row_optimizers import RowOptimizer
 from unisono.embedding.row_sum_code import MOST_POOLED, bags_code, sort_code, sum_code
 
 __all__ = [
     "SORTED_AT_ONCE",
+    "change_columns_by_compiled",
     "is_compilable",
     "is_poolable",
     "is_summable",
+    "number_rows_by_compiled",
     "pool_by_compiled",
     "row_kernel_name",
     "sort_by_compiled",
@@ -88,24 +90,87 @@ def update_by_compiled(  # noqa: PLR0917  as `row_optimizers.change_rows`
     Raises:
         IndexError: The table has no such row. Those before it in `which` have been updated.
     """
-    n, (rows, dim) = len(which), weight.shape
+    assert all(len(state[key]) == len(weight) for key in (*rule.per_row, *rule.per_element)), [*state]
+    _call_update(rule, "all", {"weight": weight, **state}, which, gradient, group, step, dim=weight.shape[1])
+
+
+def number_rows_by_compiled(  # noqa: PLR0917  as `row_optimizers.change_rows`
+    rule: type[RowOptimizer],
+    rows: Tensor,
+    gradient: Tensor,
+    factors: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """Compute what an update makes of whole rows, without changing them: the first part of `update_by_compiled`.
+
+    Args:
+        rule: The rule.
+        rows: Copies of the table's rows, [n, dim], for which `is_compilable` is true; read with weight decay only.
+        gradient: Their gradients, [n, dim].
+        factors: Gets the factors of rows for `clip_row_norm`, [n]; left alone without that.
+        state: Copies of the state with a number for each row, [n], which are changed.
+        group: The settings.
+    """
+    stores, which = {"weight": rows, "factors": factors, **state}, torch.arange(len(gradient))
+    _call_update(rule, "row numbers", stores, which, gradient, group, 1.0, dim=gradient.shape[1])
+
+
+def change_columns_by_compiled(  # noqa: PLR0917  as `row_optimizers.change_rows`
+    rule: type[RowOptimizer],
+    rows: Tensor,
+    gradient: Tensor,
+    factors: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: float,
+) -> None:
+    """Change columns of rows: the second part of `update_by_compiled`.
+
+    Args:
+        rule: The rule.
+        rows: Copies of columns of the table's rows, [n, columns], for which `is_compilable` is true.
+        gradient: These columns of their gradients, [n, columns].
+        factors: What `number_rows_by_compiled` has made, [n].
+        state: What it has made, [n], and copies of the columns of the other state, [n, columns], which are changed.
+        group: The settings.
+        step: The number of this update of the table, from 1.
+    """
+    stores, which = {"weight": rows, "factors": factors, **state}, torch.arange(len(rows))
+    _call_update(rule, "columns", stores, which, gradient, group, step, dim=rows.shape[1])
+
+
+def _call_update(  # noqa: PLR0917  as `update_by_compiled`
+    rule: type[RowOptimizer],
+    part: Part,
+    stores: Mapping[str, Tensor],
+    which: Tensor,
+    gradient: Tensor,
+    group: Mapping[str, Any],
+    step: float,
+    *,
+    dim: int,
+) -> None:
+    n = len(which)
     if not n:
         return
+    if dim > 1 and gradient.stride(1) != 1:
+        gradient = gradient.contiguous()
     numbers = settings_of(rule, dim, group, float(step))
-    settings = torch.tensor([float(number) for number in numbers.values()], dtype=weight.dtype)
-    which, gradient = which.contiguous(), gradient.contiguous()
-    stores = [weight, *(state[key] for key in (*rule.per_row, *rule.per_element))]
-    assert all(len(store) == rows and store.dtype == weight.dtype for store in stores), [s.shape for s in stores]
-    function = _update_function(
-        rule, weight.dtype.itemsize, dim, group["clip_row_norm"] is not None, group["weight_decay"] != 0
-    )
-    done = function.call(
+    settings = torch.tensor([float(number) for number in numbers.values()], dtype=gradient.dtype)
+    which = which.contiguous()
+    clips, decays = group["clip_row_norm"] is not None, group["weight_decay"] != 0
+    used = [stores[name] for name in stores_of(rule, part, decays=decays)]
+    assert all(store.dtype == gradient.dtype for store in used), [store.dtype for store in used]
+    rows = len(used[0])
+    done = _update_function(rule, part, gradient.dtype.itemsize, dim, clips, decays).call(
         n,
         rows,
         which.data_ptr(),
         gradient.data_ptr(),
+        gradient.stride(0),
         settings.data_ptr(),
-        *(number for store in stores for number in (store.data_ptr(), store.stride(0))),
+        *(number for store in used for number in (store.data_ptr(), store.stride(0))),
     )
     if done != n:
         raise IndexError(f"row {int(which[done])} is to be updated, and the table has {rows} rows")
@@ -210,6 +275,8 @@ def _bags_function(itemsize: int, dim: int, id_nbytes: int) -> CompiledFunction:
 
 
 @cache
-def _update_function(rule: type[RowOptimizer], itemsize: int, dim: int, clips: bool, decays: bool) -> CompiledFunction:
-    text = update_code(rule, itemsize=itemsize, dim=dim, clips=clips, decays=decays)
-    return CompiledFunction("update", text, arguments=5 + 2 * (1 + len(rule.per_row) + len(rule.per_element)))
+def _update_function(  # noqa: PLR0917  what is cached is asked for by position
+    rule: type[RowOptimizer], part: Part, itemsize: int, dim: int, clips: bool, decays: bool
+) -> CompiledFunction:
+    text = update_code(rule, part, itemsize=itemsize, dim=dim, clips=clips, decays=decays)
+    return CompiledFunction("update", text, arguments=6 + 2 * len(stores_of(rule, part, decays=decays)))

@@ -8,12 +8,12 @@ half of the parts is added to the second, until one is left.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from unisono.embedding.row_optimizers import RowOptimizer, corrected_rate
 from unisono.embedding.vector_code import LANES, Code, Numbers
 
-__all__ = ["settings_of", "update_code"]
+__all__ = ["Part", "settings_of", "stores_of", "update_code"]
 
 _Settings = Mapping[str, Numbers]
 _Group = Mapping[str, Any]
@@ -26,8 +26,9 @@ class _Formula(NamedTuple):
     """Returns the numbers that the formula reads, from the optimizer's settings and the number of the update."""
     elements: Callable[[_Settings, Numbers, Numbers, list[Numbers], Numbers], tuple[Numbers, list[Numbers]]]
     """Returns new values and state from settings, values, gradients, state of elements, and the rate of the row."""
-    row: Callable[[_Settings, Numbers, Numbers], tuple[Numbers, Numbers]] | None = None
-    """Returns the new state of the row and its rate from settings, the mean square of gradients, and state."""
+    row: Callable[[_Settings, Numbers, Numbers], Numbers] | None = None
+    """Returns the new state of the row from settings, the mean square of gradients, and state. Its rate is
+    `lr / (sqrt(state) + eps)`; without state of rows, it is `lr`."""
 
 
 def _sgd(c: _Settings, w: Numbers, g: Numbers, state: list[Numbers], rate: Numbers) -> tuple[Numbers, list[Numbers]]:
@@ -47,9 +48,8 @@ def _rowwise_adagrad(
     return w - rate * g, []
 
 
-def _rowwise_adagrad_row(c: _Settings, mean_square: Numbers, total: Numbers) -> tuple[Numbers, Numbers]:
-    total = total + mean_square
-    return total, c["lr"] / (total.sqrt() + c["eps"])
+def _rowwise_adagrad_row(c: _Settings, mean_square: Numbers, total: Numbers) -> Numbers:
+    return total + mean_square
 
 
 def _adam(c: _Settings, w: Numbers, g: Numbers, state: list[Numbers], rate: Numbers) -> tuple[Numbers, list[Numbers]]:
@@ -65,9 +65,8 @@ def _rowwise_adam(
     return w - rate * mean, [mean]
 
 
-def _rowwise_adam_row(c: _Settings, mean_square: Numbers, square: Numbers) -> tuple[Numbers, Numbers]:
-    square = square * c["old2"] + mean_square * c["new2"]
-    return square, c["lr"] / (square.sqrt() + c["eps"])
+def _rowwise_adam_row(c: _Settings, mean_square: Numbers, square: Numbers) -> Numbers:
+    return square * c["old2"] + mean_square * c["new2"]
 
 
 def _of_sgd(group: _Group, step: float) -> dict[str, float]:
@@ -107,29 +106,47 @@ def settings_of(rule: type[RowOptimizer], dim: int, group: _Group, step: float) 
     return {**common, **_FORMULAS[rule.__name__].settings(group, step)}
 
 
-def update_code(rule: type[RowOptimizer], *, itemsize: int, dim: int, clips: bool, decays: bool) -> str:
-    """Return the text of the function that updates rows of a table.
+Part = Literal["all", "row numbers", "columns"]
+"""What a function does: the whole update; what it makes of whole rows, which are the factor by which they are clipped
+and their new state; or the rest of the update, which may be that of some columns."""
+
+
+def stores_of(rule: type[RowOptimizer], part: Part, *, decays: bool) -> list[str]:
+    """Return what a function reads and writes for each row: "weight", "factors", and state by its name, in order."""
+    if part == "all":
+        return ["weight", *rule.per_row, *rule.per_element]
+    if part == "row numbers":
+        return [*(["weight"] if decays else []), "factors", *rule.per_row]
+    return ["weight", "factors", *rule.per_row, *rule.per_element]
+
+
+def update_code(rule: type[RowOptimizer], part: Part, *, itemsize: int, dim: int, clips: bool, decays: bool) -> str:
+    """Return the text of a function that updates rows of a table.
 
     It is called `update` and has the arguments n, the rows of the table, the row numbers of the entries, their
-    gradients, the settings as an array of numbers, and the table and each state with the distance of their rows.
-    It returns n, or the number of the first entry whose row does not exist.
+    gradients with the distance of two of them, the settings as an array of numbers, and each of `stores_of` with the
+    distance of its rows. It returns n, or the number of the first entry whose row does not exist.
 
     Args:
         rule: The rule.
+        part: What it does.
         itemsize: The bytes of a number.
-        dim: The numbers of a row.
+        dim: The numbers of a row, or of its columns.
         clips: True if `clip_row_norm` is set.
         decays: True if `weight_decay` is not 0.
     """
-    return _Update(rule, itemsize=itemsize, dim=dim, clips=clips, decays=decays).text()
+    return _Update(rule, part, itemsize=itemsize, dim=dim, clips=clips, decays=decays).text()
 
 
 class _Update:
-    def __init__(self, rule: type[RowOptimizer], *, itemsize: int, dim: int, clips: bool, decays: bool) -> None:
-        self._rule, self._formula, self._dim = rule, _FORMULAS[rule.__name__], dim
+    def __init__(
+        self, rule: type[RowOptimizer], part: Part, *, itemsize: int, dim: int, clips: bool, decays: bool
+    ) -> None:
+        self._rule, self._formula, self._dim, self._part = rule, _FORMULAS[rule.__name__], dim, part
         self._clips, self._decays = clips, decays
-        self._stores = ["weight", *rule.per_row, *rule.per_element]
-        arguments = [("n", "i64"), ("rows", "i64"), ("which", "ptr"), ("gradient", "ptr"), ("settings", "ptr")]
+        self._stores = stores_of(rule, part, decays=decays)
+        arguments = [("n", "i64"), ("rows", "i64"), ("which", "ptr"), ("gradient", "ptr"), ("gradient.stride", "i64")]
+        arguments.append(("settings", "ptr"))
         for store in self._stores:
             arguments += [(store, "ptr"), (f"{store}.stride", "i64")]
         self._code = Code("update", arguments, itemsize=itemsize)
@@ -149,7 +166,7 @@ class _Update:
             self._fetch(code.ahead(index, last, numbers * code.itemsize))
             row = code.integer("%which", index)
             code.need(code.let(f"icmp ult i64 {row}, %rows"), index)
-            self._change(row, code.place("%gradient", code.times(index, self._dim)))
+            self._change(row, code.place("%gradient", code.times(index, "%gradient.stride")))
             return []
 
         code.repeat(0, "%n", entry)
@@ -161,14 +178,16 @@ class _Update:
         row = code.integer("%which", index)
         for store in self._stores:
             place = code.place(f"%{store}", code.times(row, f"%{store}.stride"))
-            code.fetch(place, 1 if store in self._rule.per_row else self._dim)
+            code.fetch(place, 1 if store in ("factors", *self._rule.per_row) else self._dim)
 
     def _change(self, row: str, gradient: str) -> None:
         code, formula = self._code, self._formula
         one = self._settings[1]
         places = {store: code.place(f"%{store}", code.times(row, f"%{store}.stride")) for store in self._stores}
         factor = None
-        if self._clips:
+        if self._clips and self._part == "columns":
+            factor = code.read(places["factors"])
+        elif self._clips:
 
             def add_square(at: str | int, lanes: int, total: Numbers) -> Numbers:
                 g = code.read(gradient, at, lanes)
@@ -176,6 +195,8 @@ class _Update:
 
             norm = code.over_row(self._dim, add_square).sum().sqrt()
             factor = (one["clip"] / (norm + one["tiny"])).at_most(one["one"])
+            if self._part == "row numbers":
+                code.write(places["factors"], 0, factor)
         by_lanes = {lanes: None if factor is None else factor.times(lanes) for lanes in self._settings}
 
         def read_gradient(at: str | int, lanes: int) -> Numbers:
@@ -188,15 +209,20 @@ class _Update:
 
         rate = one["lr"]
         if formula.row is not None:
-
-            def add_changed_square(at: str | int, lanes: int, total: Numbers) -> Numbers:
-                g = read_gradient(at, lanes)
-                return total + (g * g).filled()
-
-            mean_square = code.over_row(self._dim, add_changed_square).sum() / one["dim"]
             (of_row,) = self._rule.per_row
-            state, rate = formula.row(one, mean_square, code.read(places[of_row]))
-            code.write(places[of_row], 0, state)
+            state_of_row = code.read(places[of_row])
+            if self._part != "columns":
+
+                def add_changed_square(at: str | int, lanes: int, total: Numbers) -> Numbers:
+                    g = read_gradient(at, lanes)
+                    return total + (g * g).filled()
+
+                mean_square = code.over_row(self._dim, add_changed_square).sum() / one["dim"]
+                state_of_row = formula.row(one, mean_square, state_of_row)
+                code.write(places[of_row], 0, state_of_row)
+            rate = one["lr"] / (state_of_row.sqrt() + one["eps"])
+        if self._part == "row numbers":
+            return
         rates = {lanes: rate.times(lanes) for lanes in self._settings}
 
         def change(at: str | int, lanes: int, total: Numbers) -> Numbers:

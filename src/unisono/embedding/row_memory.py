@@ -39,12 +39,11 @@ class RowStore(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> RowStore:
-        """Return the rows of a tensor, of whatever memory it has."""
+        """Return the rows of a tensor, of whatever memory it has; or some of its columns."""
         wide = None
-        if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.is_contiguous():
-            wide = next(
-                (t for n, t in _WIDEST.items() if not tensor.shape[1] % n and not tensor.storage_offset() % n), None
-            )
+        if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.stride(1) == 1:
+            places = tensor.shape[1], tensor.stride(0), tensor.storage_offset()
+            wide = next((t for n, t in _WIDEST.items() if not any(place % n for place in places)), None)
         return cls(tensor, wide)
 
     def read(self, which: Tensor, *, out: Tensor | None = None) -> Tensor:

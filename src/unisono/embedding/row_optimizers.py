@@ -25,6 +25,7 @@ __all__ = [
     "RowwiseAdagrad",
     "RowwiseAdam",
     "change_by_torch",
+    "clip_factors",
     "corrected_rate",
     "rows_per_chunk",
     "rule_named",
@@ -70,12 +71,19 @@ class RowOptimizer(ABC):
         """Return the settings as those of a parameter group."""
         return {"rule": type(self).__name__, **asdict(self)}
 
+    @staticmethod  # noqa: B027  most rules have none
+    def change_per_row(gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
+        """Change the state that has a number for each row, in place. It takes whole rows; see `change`."""
+
     @staticmethod
     @abstractmethod
     def change(
         rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
     ) -> None:
-        """Change rows [k, dim] and their state, both in place.
+        """Change rows [k, dim] and the rest of their state, both in place, after `change_per_row`.
+
+        Each element depends on nothing else than what there is of it, and on the numbers of its row. So the arguments
+        may as well have some columns alone.
 
         Args:
             rows: Copies of the table's rows.
@@ -113,11 +121,18 @@ def change_by_torch(  # noqa: PLR0917  as `RowOptimizer.change`
     See `RowOptimizer.change`.
     """
     if group["clip_row_norm"] is not None:
-        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-        gradient = gradient * (group["clip_row_norm"] / (norm + 1e-6)).clamp_(max=1.0)
+        gradient = gradient * clip_factors(gradient, group["clip_row_norm"])
     if group["weight_decay"] != 0:
         gradient = gradient.add(rows, alpha=group["weight_decay"])
+    rule.change_per_row(gradient, state, group)
     rule.change(rows, gradient, state, group, step)
+
+
+def clip_factors(gradient: Tensor, bound: float) -> Tensor:
+    """Return the factor of each row that bounds its norm, [k, 1]."""
+    norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+    factors: Tensor = (bound / (norm + 1e-6)).clamp_(max=1.0)
+    return factors
 
 
 def _mean_square(gradient: Tensor) -> Tensor:
@@ -165,12 +180,16 @@ class RowwiseAdagrad(RowOptimizer):
     per_row: ClassVar[tuple[str, ...]] = ("sum",)
 
     @staticmethod
+    def change_per_row(gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
+        """See `RowOptimizer.change_per_row`."""
+        state["sum"].add_(_mean_square(gradient))
+
+    @staticmethod
     def change(
         rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
     ) -> None:
         """See `RowOptimizer.change`."""
-        total = state["sum"].add_(_mean_square(gradient))
-        rates = total.sqrt().add_(group["eps"]).reciprocal_().mul_(group["lr"])
+        rates = state["sum"].sqrt().add_(group["eps"]).reciprocal_().mul_(group["lr"])
         rows.addcmul_(gradient, rates.unsqueeze(1), value=-1.0)
 
 
@@ -213,14 +232,25 @@ class RowwiseAdam(RowOptimizer):
     per_element: ClassVar[tuple[str, ...]] = ("exp_avg",)
 
     @staticmethod
+    def change_per_row(gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]) -> None:
+        """See `RowOptimizer.change_per_row`."""
+        beta2 = group["betas"][1]
+        state["exp_avg_sq"].mul_(beta2).add_(_mean_square(gradient), alpha=1 - beta2)
+
+    @staticmethod
     def change(
         rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
     ) -> None:
         """See `RowOptimizer.change`."""
         beta1, beta2 = group["betas"]
         mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).add_(_mean_square(gradient), alpha=1 - beta2)
-        rates = square.sqrt().add_(group["eps"]).reciprocal_().mul_(corrected_rate(group["lr"], beta1, beta2, step))
+        rates = (
+            state["exp_avg_sq"]
+            .sqrt()
+            .add_(group["eps"])
+            .reciprocal_()
+            .mul_(corrected_rate(group["lr"], beta1, beta2, step))
+        )
         rows.addcmul_(mean, rates.unsqueeze(1), value=-1.0)
 
 

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.embedding.compiled_rows import is_compilable, update_by_compiled
+from unisono.embedding.compiled_rows import (
+    change_columns_by_compiled,
+    is_compilable,
+    number_rows_by_compiled,
+    update_by_compiled,
+)
 from unisono.embedding.row_memory import RowStore
-from unisono.embedding.row_optimizers import RowOptimizer, change_by_torch, rows_per_chunk
+from unisono.embedding.row_optimizers import RowOptimizer, change_by_torch, clip_factors, rows_per_chunk
 
-__all__ = ["change_rows", "update_rows"]
+__all__ = ["change_columns", "change_rows", "number_rows", "update_rows"]
 
 
 def change_rows(  # noqa: PLR0917  as `RowOptimizer.change`
@@ -35,6 +40,65 @@ def change_rows(  # noqa: PLR0917  as `RowOptimizer.change`
         update_by_compiled(rule, rows, torch.arange(len(rows)), gradient, state, group, step)
     else:
         change_by_torch(rule, rows, gradient, state, group, step)
+
+
+def number_rows(  # noqa: PLR0917  as `change_rows`
+    rule: type[RowOptimizer],
+    rows: Tensor,
+    gradient: Tensor,
+    factors: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+) -> None:
+    """Compute what an update makes of whole rows, without changing them: the first part of `change_rows`.
+
+    Args:
+        rule: The rule.
+        rows: Copies of the table's rows, [n, dim]; read with weight decay only.
+        gradient: Their gradients, [n, dim].
+        factors: Gets the factors of rows for `clip_row_norm`, [n]; left alone without that.
+        state: Copies of the state with a number for each row, [n], which are changed.
+        group: The settings.
+    """
+    if is_compilable(gradient):
+        number_rows_by_compiled(rule, rows, gradient, factors, state, group)
+        return
+    if group["clip_row_norm"] is not None:
+        factors.copy_(clip_factors(gradient, group["clip_row_norm"]).squeeze(1))
+        gradient = gradient * factors.unsqueeze(1)
+    if group["weight_decay"] != 0 and state:
+        gradient = gradient.add(rows, alpha=group["weight_decay"])
+    rule.change_per_row(gradient, state, group)
+
+
+def change_columns(  # noqa: PLR0917  as `change_rows`
+    rule: type[RowOptimizer],
+    rows: Tensor,
+    gradient: Tensor,
+    factors: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: float,
+) -> None:
+    """Change columns of rows: the second part of `change_rows`, of which it has the bits.
+
+    Args:
+        rule: The rule.
+        rows: Copies of columns of the table's rows, [n, columns].
+        gradient: These columns of their gradients, [n, columns].
+        factors: What `number_rows` has made, [n].
+        state: What it has made, [n], and copies of the columns of the other state, [n, columns], which are changed.
+        group: The settings.
+        step: The number of this update of the table, from 1.
+    """
+    if is_compilable(rows):
+        change_columns_by_compiled(rule, rows, gradient, factors, state, group, step)
+        return
+    if group["clip_row_norm"] is not None:
+        gradient = gradient * factors.unsqueeze(1)
+    if group["weight_decay"] != 0:
+        gradient = gradient.add(rows, alpha=group["weight_decay"])
+    rule.change(rows, gradient, state, group, step)
 
 
 def update_rows(  # noqa: PLR0917  as `change_rows`

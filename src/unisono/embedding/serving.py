@@ -12,7 +12,7 @@ from unisono.variables import SERVERS_VARIABLE
 
 __all__ = ["Consistency", "ServerCounts", "Serving", "serving_for"]
 
-_PLACEMENTS = ("hash", "table", "range")
+_PLACEMENTS = ("hash", "table", "range", "column")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Serving:
     Args:
         servers: The number of server processes.
         consistency: How old rows may be.
-        placement: How rows are dealt over servers.
+        placement: How rows or columns are dealt over servers.
     """
 
     def __init__(self, servers: int, consistency: Consistency, placement: str) -> None:
@@ -81,6 +81,11 @@ class Serving:
         """Returns what servers have done. The engine that gives them updates sets it, and no other may."""
         self.past = ServerCounts()
         """The updates that they had applied before the memory of the tables was the present one."""
+
+    @property
+    def column_servers(self) -> int:
+        """The number of servers that have columns of each row; 1 if each has whole rows."""
+        return self.servers if self.placement == "column" else 1
 
     def __reduce__(self) -> tuple[type[Serving], tuple[int, Consistency, str]]:
         return Serving, (self.servers, self.consistency, self.placement)
@@ -113,6 +118,12 @@ def serving_for(
                 'update rows in each step together. Start the program with `unisono run --servers 1`, or take "sync".'
             )
         return None
+    columns = max(table.dim for table in tables.values())
+    if placement == "column" and columns < started:
+        raise ValueError(
+            f"{started} servers for rows of {columns} columns: {started - columns} of them would have none. Start at "
+            f'most {columns}, or deal rows: placement="hash".'
+        )
     rows = sum(table.length for table in tables.values())
     if rows < started:
         raise ValueError(

@@ -35,7 +35,8 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
             many as there are. Without any, or with 0, ranks do.
         consistency: With servers, how many steps old rows may be that a rank reads: "sync" is none, "bounded(4)" at
             most 4, "async" any number.
-        placement: How rows are dealt over servers: by a "hash" of their number, by "range", or each "table" as a whole.
+        placement: How tables are dealt over servers: rows by a "hash" of their number or by "range", each "table" as a
+            whole, or of each row a range of columns ("column").
 
     Raises:
         TypeError, ValueError: They are no settings, or there are none; or the servers are not those of the job.
@@ -49,7 +50,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
         *,
         servers: int | None = None,
         consistency: str = "sync",
-        placement: Literal["hash", "range", "table"] = "hash",
+        placement: Literal["hash", "range", "table", "column"] = "hash",
     ) -> None:
         if not tables:
             raise ValueError("there is no table: give Tables at least one, by name")

@@ -5,11 +5,12 @@ gradients by row, and read rows where they are. Start reading at `server.py`; th
 `engine/shared/table_servers.py`.
 """
 
-from unisono.servers.hand_over import TableUpdate, packed_nbytes, read_updates, write_updates
+from unisono.servers.hand_over import RowLayout, TableUpdate, packed_nbytes, read_updates, write_updates
 from unisono.servers.record import SessionRecord, TableRecord
 from unisono.servers.session_control import SessionControl
 
 __all__ = [
+    "RowLayout",
     "SessionControl",
     "SessionRecord",
     "TableRecord",

@@ -79,6 +79,11 @@ class SessionRecord:
     tables: tuple[TableRecord, ...] = field(default=())
 
     @property
+    def has_columns(self) -> bool:
+        """True if each server has some columns of all rows."""
+        return self.placement == "column" and self.servers > 1
+
+    @property
     def ranks(self) -> int:
         """The number of ranks."""
         return len(self.pids)

@@ -1,4 +1,4 @@
-"""Which server has which rows. Pure."""
+"""Which server has which rows, or which columns. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from torch import Tensor
 
 from unisono.embedding.initial_rows import mixed
 
-__all__ = ["owned"]
+__all__ = ["owned", "owned_columns"]
+
+_LINE, _WIDE = 16, 4
+"""Floats of a cache line, and of the widest element that a row is written by."""
 
 
 def owned(rows: Tensor, *, server: int, servers: int, placement: str, table: int, length: int) -> Tensor | None:
@@ -38,3 +41,23 @@ def owned(rows: Tensor, *, server: int, servers: int, placement: str, table: int
         return torch.arange(start, stop)
     # The upper bits: the lower ones would deal rows in a pattern with those of an index of ids.
     return ((mixed(rows) >> 33) % servers == server).nonzero().view(-1)
+
+
+def owned_columns(dim: int, *, server: int, servers: int) -> slice:
+    """Return the columns that a server has of a table's rows: a range for each, and none on some if there are too few.
+
+    Args:
+        dim: The number of columns.
+        server: The server.
+        servers: The number of servers.
+
+    >>> [owned_columns(128, server=s, servers=2) for s in (0, 1)]
+    [slice(0, 64, None), slice(64, 128, None)]
+    >>> [owned_columns(3, server=s, servers=2) for s in (0, 1)]
+    [slice(0, 1, None), slice(1, 3, None)]
+    """
+    # Two servers should not write to one cache line, unless shares would be uneven.
+    unit = next((n for n in (_LINE, _WIDE) if dim >= 4 * n * servers or not dim % (n * servers)), 1)
+    units = -(-dim // unit)
+    start, stop = (min(units * n // servers * unit, dim) for n in (server, server + 1))
+    return slice(start, stop)

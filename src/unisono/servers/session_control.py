@@ -21,6 +21,8 @@ _LINE = 8
 """Words of a cache line: each writer has its own."""
 _RELEASED, _CLOSED, _GIVEN = range(3)
 _APPLIED, _READY, _DONE, _REPAIRED, _ROWS = range(5)
+_NUMBERED = _ROWS + 2
+"""After two sums of rows, in turn."""
 _SLICE_S = 0.01
 
 
@@ -97,9 +99,14 @@ class SessionControl:
         """Return the last step that a server has applied."""
         return self._words[self._place(server) + _APPLIED]
 
-    def rows_applied(self) -> int:
-        """Return the rows in the updates that servers have applied."""
-        return sum(self._rows(server, self.applied_by(server)) for server in range(self._servers))
+    def rows_applied(self, *, in_columns: bool) -> int:
+        """Return the rows in the updates that servers have applied.
+
+        Args:
+            in_columns: True if each server has columns of all rows, so that a row is applied when all have done so.
+        """
+        rows = [self._rows(server, self.applied_by(server)) for server in range(self._servers)]
+        return min(rows) if in_columns else sum(rows)
 
     @property
     def repaired(self) -> int:
@@ -112,6 +119,26 @@ class SessionControl:
         self._words[self._place(server) + _ROWS + step % 2] = self._rows(server, step - 1) + rows
         self._words[self._place(server) + _APPLIED] = step
         self.wake_ranks(server)
+
+    @property
+    def numbered(self) -> int:
+        """The last step of which all servers have computed their numbers of rows, of the steps that have such."""
+        return min(self.numbered_by(server) for server in range(self._servers))
+
+    def numbered_by(self, server: int) -> int:
+        """Return the last step of which a server has computed its numbers of rows."""
+        return self._words[self._place(server) + _NUMBERED]
+
+    def set_numbered(self, server: int, step: int) -> None:
+        """Note that a server has computed its numbers of rows in a step, and wake the other servers."""
+        self._words[self._place(server) + _NUMBERED] = step
+        self.wake_servers(server)
+
+    def wake_servers(self, server: int) -> None:
+        """Wake the servers that wait for one."""
+        for other in range(self._servers):
+            if other != server:
+                self._semaphore(other, 0).post()
 
     def wake_ranks(self, server: int) -> None:
         """Wake the ranks that wait for a server."""

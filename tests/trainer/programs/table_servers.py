@@ -1,4 +1,4 @@
-"""Train tables on servers, and end some of these: `table_servers.py CONSISTENCY STEPS KILLS [RANKS PAUSE]`.
+"""Train tables on servers, and end some of these: `table_servers.py CONSISTENCY STEPS KILLS [RANKS PAUSE PLACEMENT]`.
 
 Prints a digest and what the servers have done. KILLS are steps after which all servers are killed, and RANKS the steps
 in which a rank kills itself, as numbers with commas, or "-". PAUSE is how many seconds each step takes longer.
@@ -21,6 +21,7 @@ from unisono.embedding import SGD, Adam, RowwiseAdagrad, Table, Tables, dense_pa
 MODE, STEPS = sys.argv[1], int(sys.argv[2])
 KILLS, DEATHS = ([int(step) for step in text.split(",") if step != "-"] for text in [*sys.argv[3:], "-"][:2])
 PAUSE_S = float(sys.argv[5]) if len(sys.argv) > 5 else 0.0
+PLACEMENT = sys.argv[6] if len(sys.argv) > 6 else "hash"
 
 
 class Net(nn.Module):
@@ -35,6 +36,7 @@ class Net(nn.Module):
                 "any": Table(capacity=900, dim=4, pooling="mean", optimizer=SGD(lr=0.1), init_std=0.1, **full),
             },
             consistency=MODE,
+            placement=PLACEMENT,
         )
         self.out = nn.Linear(15, 2)
 

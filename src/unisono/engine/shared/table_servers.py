@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from unisono.activity import Observed, Wait
@@ -30,8 +29,17 @@ from unisono.engine.shared.table_division import TableDivision
 from unisono.engine.step_transaction import StepTransaction
 from unisono.errors import PeerError
 from unisono.server_page import ServerPage
-from unisono.servers import SessionControl, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
+from unisono.servers import (
+    RowLayout,
+    SessionControl,
+    SessionRecord,
+    TableRecord,
+    TableUpdate,
+    packed_nbytes,
+    write_updates,
+)
 from unisono.servers.record import SegmentRecord, TensorRecord
+from unisono.servers.row_numbers import count_numbers
 from unisono.servers.server import redo_nbytes
 from unisono.shm.segment import Segment
 from unisono.variables import SERVER_PAGE_VARIABLE
@@ -128,7 +136,7 @@ class TableServers:
         if not ready:
             self.settle()  # of what a former session has
             return [*gradients], [*gradients]
-        needed = packed_nbytes([(entries[i], *self._row_of(i)) for i in ready])
+        needed = packed_nbytes([(entries[i], self._layout(i)) for i in ready])
         session = self._session
         if session is None or session.addresses != self._addresses(ready) or needed > session.capacity:
             session = self._begin_session(sorted(ready), needed)
@@ -148,7 +156,7 @@ class TableServers:
             left[k] = row_gradient(SummedRows(rows[:0], values[:0]), gradient.shape)
             new = division.new_rows(i)
             written[k] = row_gradient(SummedRows(new, values.new_empty(len(new), values.shape[1])), gradient.shape)
-        write_updates(session.slots[step % self._ring], step, mine)
+        write_updates(session.slots[step % self._ring], step, mine, [self._layout(i) for i in session.tables])
         session.control.hand_over(step, rank=self._runtime.rank, rows=sum(len(update.rows) for update in mine))
         session.is_staged = True
         return left, written
@@ -184,7 +192,7 @@ class TableServers:
             steps=past.steps + session.released,
             applied=past.applied + control.applied,
             rows_given=past.rows_given + control.rows_given(),
-            rows_applied=past.rows_applied + control.rows_applied(),
+            rows_applied=past.rows_applied + control.rows_applied(in_columns=self._serving.column_servers > 1),
             repaired=past.repaired + control.repaired,
             most_stale=max(past.most_stale, session.most_stale),
         )
@@ -211,7 +219,12 @@ class TableServers:
         stores = {i: self._stores(i) for i in ready}
         groups = {i: self._settings(i)[0] for i in ready}
         redo = max(
-            redo_nbytes(rule_named(groups[i]["rule"]), weight, [*state.values()])
+            redo_nbytes(
+                rule_named(groups[i]["rule"]),
+                weight,
+                [*state.values()],
+                column_servers=self._serving.column_servers,
+            )
             for i, (weight, state) in stores.items()
         )
         facts = {"ranks": runtime.size, "servers": servers, "redo_nbytes": redo}
@@ -283,9 +296,10 @@ class TableServers:
         """Return True if a table has state, and all of it is in memory that all ranks see."""
         return any(update.state.is_shared(self._first + i) for update in self._updates)
 
-    def _row_of(self, i: int) -> tuple[int, torch.dtype]:
-        p = self._tables.parameters[i]
-        return p.shape[1], p.dtype
+    def _layout(self, i: int) -> RowLayout:
+        p, has_columns = self._tables.parameters[i], self._serving.column_servers > 1
+        numbers = count_numbers(rule_named(self._settings(i)[0]["rule"])) if has_columns else 0
+        return RowLayout(p.shape[1], p.dtype, numbers)
 
     def _stores(self, i: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a table and its state in shared memory, in the order that its rule has them."""
