@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from unisono import recovery_link
+from unisono.embedding.rows_ahead import RowsAhead
 from unisono.embedding.serving import ServerCounts, Serving, serving_for
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
@@ -108,6 +109,27 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
                 "Trainer, or in a loop of your own call step of unisono.parallel.share_tables(tables)"
             )
         self.optimizer.step()
+
+    def prefetch(self, lookups: Mapping[str, Tensor]) -> None:
+        """Begin to read rows that will be looked up, with the state of their optimizer, and return at once.
+
+        It is for tables with `directory=`, whose rows may be on the disk: call it for the next batch before the
+        computation of this one. For tables in memory it does nothing. No value depends on it.
+
+        Args:
+            lookups: The ids by the name of the table, of any shape and order; some may be missing, or be looked up
+                never.
+
+        Raises:
+            TypeError: These are not tensors of ids by name.
+            ValueError: There is no table of a name.
+            IndexError: An id is out of range.
+        """
+        self._rows_ahead.begin([lookups], source="what prefetch gets")
+
+    @cached_property
+    def _rows_ahead(self) -> RowsAhead:
+        return RowsAhead(tables_in([self]).values())
 
     def settle(self) -> None:
         """Wait until servers have applied all updates that they were given. Does nothing without servers.

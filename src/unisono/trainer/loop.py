@@ -18,6 +18,7 @@ from unisono.data.sampled_loader import SampledLoader
 from unisono.data.shard_loader import ShardLoader
 from unisono.errors import UnisonoError
 from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.batches_ahead import BatchesAhead
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.failure_record import FailureRecord
@@ -186,8 +187,12 @@ class Loop:
             )
         return cursor.epoch + is_new
 
-    def batches(self, loader: _Loader) -> EpochBatches:
+    def batches(self, loader: _Loader, ahead: BatchesAhead | None = None) -> EpochBatches:
         """Return the batches that are left of the current epoch; see `Trainer.batches` and `Trainer.rollouts`.
+
+        Args:
+            loader: Has the batches.
+            ahead: Reads rows of tables ahead; None: nothing does.
 
         Raises:
             ValueError: At once, if the epoch was begun with other numbers of samples, or all its batches have been
@@ -206,22 +211,22 @@ class Loop:
         left = None if loader.steps is None else loader.steps - (0 if is_new else cursor.step)
         if left is not None and self._last_step is not None:
             left = max(0, min(left, self._last_step - cursor.total_steps))
-        return EpochBatches(self._batches_watched(loader), left)
+        return EpochBatches(self._batches_watched(loader, ahead), left)
 
-    def _batches_watched(self, loader: _Loader) -> Generator[Batch, None, None]:
+    def _batches_watched(self, loader: _Loader, ahead: BatchesAhead | None) -> Generator[Batch, None, None]:
         """Yield the batches that are left. Where there is no loop over epochs, it is this one that may fail."""
         if self._epochs is not None:
-            yield from self._batches_left(loader)
+            yield from self._batches_left(loader, ahead)
             return
         self._failures.begin(self)
         try:
-            yield from self._batches_left(loader)
+            yield from self._batches_left(loader, ahead)
         except GeneratorExit:
             self._failures.leave(inspect.currentframe())
             raise
         self._failures.end()
 
-    def _batches_left(self, loader: _Loader) -> Generator[Batch, None, None]:
+    def _batches_left(self, loader: _Loader, ahead: BatchesAhead | None) -> Generator[Batch, None, None]:
         cursor = self._cursor
         within_epochs = self._epochs is not None
         if not within_epochs:
@@ -236,7 +241,7 @@ class Loop:
             if not within_epochs:
                 self._ask()
             self._note_asked()
-            loader, batches = self._left(loader)
+            loader, batches = self._left(loader, ahead)
             while True:
                 batch, ends_early = self._next_batch(loader, batches)
                 if batch is None:
@@ -256,7 +261,7 @@ class Loop:
                 self._batch = None
                 self._ask()
                 if self._recovers and self._recovery.resizes:
-                    loader, batches = self._left(loader)
+                    loader, batches = self._left(loader, ahead)
             self._batch = None
             self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
             if ends_early:
@@ -278,7 +283,7 @@ class Loop:
         )
         self._events.begin()
 
-    def _left(self, loader: _Loader) -> tuple[_Loader, Iterator[Batch]]:
+    def _left(self, loader: _Loader, ahead: BatchesAhead | None) -> tuple[_Loader, Iterator[Batch]]:
         """Return the loader of this rank's part and the batches that are left, after a change of the number of ranks.
 
         A new rank may also come while the others wait for one.
@@ -288,7 +293,8 @@ class Loop:
             self._recovery.resize()
             loader = loader.divided(self._run.block)
             check_same_data(self._cursor, {"order": None, **loader.identity})
-        return loader, loader.batches(epoch=self._cursor.epoch, first_step=self._cursor.step)
+        batches = loader.batches(epoch=self._cursor.epoch, first_step=self._cursor.step)
+        return loader, batches if ahead is None else ahead.deal(batches)
 
     def _begin_batches(self, loader: _Loader) -> None:
         """Record the data of the epoch, and begin to sum its losses."""

@@ -33,6 +33,7 @@ from unisono.rank_zero.image_folder import ImageFolder
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import TrainedModels, assemble
+from unisono.trainer.batches_ahead import BatchesAhead, Lookups
 from unisono.trainer.by_virtual_rank import ByVirtualRank
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.event_log import announce, open_log, warn_of_rank
@@ -239,6 +240,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         collate_fn: Collate | None = None,
         drop_last: bool = False,
         sharded: bool = False,
+        lookups: Lookups | None = None,
     ) -> EpochBatches:
         """Return an iterator over this rank's part of the batches that are left of the current epoch.
 
@@ -271,6 +273,9 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             sharded: Read a shard of an iterable dataset for each virtual rank, by its method shard(num_shards, index),
                 instead of all of it on each rank. The epoch ends where a shard has no sample left for the next batch.
                 Up to 16 batches are read ahead.
+            lookups: Called with each micro-batch one step before its own; returns the ids that the step will look up,
+                by the name of the table. Rows of tables with `directory=` are then read while another step computes.
+                No value depends on it. It is not called if there is no such table.
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
@@ -311,6 +316,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             "drop_last": drop_last,
         }
         call = f"trainer.batches(){kind}"
+        ahead = None if lookups is None else BatchesAhead(lookups, self._modules)
 
         def begin() -> EpochBatches:
             self._compare(call)
@@ -323,7 +329,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
                 loader = self._loader_cache.sampled(dataset, samplers, epoch=epoch, **settings)
             else:
                 loader = self._loader_cache.loader(dataset, shuffle=shuffle, sharded=sharded, **settings)
-            return self._loop.batches(loader)
+            return self._loop.batches(loader, ahead)
 
         batches = self._recovery.call(call, begin, again=True)
         warning = batch_size and lone_samples_warning(
