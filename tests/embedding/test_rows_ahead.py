@@ -78,13 +78,13 @@ def test_the_pages_of_rows_and_their_state_are_read(tables):
 
 def test_pages_are_read_where_a_call_takes_one_range(tables):
     file = tables["item"].file
-    ask_for(ranges_of(np.array([5, 4999]), address=file.weight.data_ptr(), row_nbytes=DIM * 4), one_by_one=True)
+    ask_for(ranges_of(torch.tensor([5, 4999]), address=file.weight.data_ptr(), row_nbytes=DIM * 4), one_by_one=True)
     await_pages(file.segment, [0, (4999 * DIM * 4) // mmap.PAGESIZE])
 
 
 @pytest.mark.parametrize("row_nbytes", [4, 64, 1000, 4096, 10_000])
 def test_ranges_are_the_pages_of_all_rows_and_no_others(row_nbytes):
-    rows = np.unique(np.random.default_rng(row_nbytes).integers(0, 5000, 300))
+    rows = torch.unique(torch.randint(0, 5000, (300,), generator=torch.Generator().manual_seed(row_nbytes)))
     expected = {
         page
         for row in rows.tolist()

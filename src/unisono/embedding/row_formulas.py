@@ -135,10 +135,10 @@ def update_code(rule: type[RowOptimizer], part: Part, *, itemsize: int, dim: int
         clips: True if `clip_row_norm` is set.
         decays: True if `weight_decay` is not 0.
     """
-    return _Update(rule, part, itemsize=itemsize, dim=dim, clips=clips, decays=decays).text()
+    return _UpdateText(rule, part, itemsize=itemsize, dim=dim, clips=clips, decays=decays).text()
 
 
-class _Update:
+class _UpdateText:
     def __init__(
         self, rule: type[RowOptimizer], part: Part, *, itemsize: int, dim: int, clips: bool, decays: bool
     ) -> None:

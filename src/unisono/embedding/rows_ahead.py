@@ -18,8 +18,6 @@ from difflib import get_close_matches
 from threading import Thread, current_thread
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -150,46 +148,44 @@ class _PageReader(Thread):
             self._before = None
         self.has_begun = True
         for part in self._wanted.popleft() if self._wanted else ():
-            rows = np.unique(part.rows.numpy())
+            rows = torch.unique(part.rows)
             for address, row_nbytes in part.stores:
                 ask_for(ranges_of(rows, address=address, row_nbytes=row_nbytes))
 
 
-def ranges_of(rows: npt.NDArray[np.int64], *, address: int, row_nbytes: int) -> npt.NDArray[np.int64]:
+def ranges_of(rows: Tensor, *, address: int, row_nbytes: int) -> Tensor:
     """Return the pages of rows, as ranges that do not touch, [n, 2]: where each begins, and its bytes.
 
     Args:
-        rows: Ascending.
+        rows: Ascending, [n], int64.
         address: The address of row 0.
         row_nbytes: The bytes of a row.
 
-    >>> ranges_of(np.array([0, 1, 70]), address=4096, row_nbytes=256).tolist()
+    >>> ranges_of(torch.tensor([0, 1, 70]), address=4096, row_nbytes=256).tolist()
     [[4096, 4096], [20480, 4096]]
     """
     begins = (address + rows * row_nbytes) // mmap.PAGESIZE
     ends = (address + (rows + 1) * row_nbytes - 1) // mmap.PAGESIZE + 1
-    if not len(rows):
-        return np.empty((0, 2), dtype=np.int64)
     is_apart = begins[1:] > ends[:-1]
-    first = np.concatenate([begins[:1], begins[1:][is_apart]])
-    last = np.concatenate([ends[:-1][is_apart], ends[-1:]])
-    return np.stack([first, last - first], axis=1) * mmap.PAGESIZE
+    first = torch.cat([begins[:1], begins[1:][is_apart]])
+    last = torch.cat([ends[:-1][is_apart], ends[-1:]])
+    return torch.stack([first, last - first], dim=1) * mmap.PAGESIZE
 
 
-def ask_for(ranges: npt.NDArray[np.int64], *, one_by_one: bool = False) -> None:
+def ask_for(ranges: Tensor, *, one_by_one: bool = False) -> None:
     """Ask the kernel to read mapped pages into memory. It may decline.
 
     Args:
-        ranges: Of pages that are mapped, [n, 2]: addresses and bytes.
+        ranges: Of pages that are mapped, [n, 2], int64: addresses and bytes.
         one_by_one: True for a call for each range, as kernels before 5.10 need, and later ones without privileges.
     """
-    libc, ranges, done = ctypes.CDLL(None, use_errno=True), np.ascontiguousarray(ranges), 0
+    libc, ranges, done = ctypes.CDLL(None, use_errno=True), ranges.contiguous(), 0
     if not one_by_one:
         fd = os.pidfd_open(os.getpid())
         try:
             while done < len(ranges):
                 count = min(len(ranges) - done, _MOST_RANGES)
-                place = ctypes.c_void_p(ranges[done:].ctypes.data)
+                place = ctypes.c_void_p(ranges[done:].data_ptr())
                 if libc.syscall(_PROCESS_MADVISE, fd, place, ctypes.c_size_t(count), _WILLNEED, 0) < 0:
                     break
                 done += count
