@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from unisono.embedding.lazy_rows import LazyRows, ReadRows
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.machine import read_ahead
-from unisono.state.weight_files import RowColumn, write_rows
+from unisono.state.row_column import RowColumn
+from unisono.state.weight_files import write_rows
 from unisono.text import a_type
 
 __all__ = ["export_rows"]
@@ -26,7 +28,8 @@ def export_rows(table: nn.Module, path: str | os.PathLike[str]) -> None:
 
     It has `ids`, [n], int64, ascending, and `weight`, [n, dim]. Of a dynamic table, these are the ids that have a row.
     Rows that have not been written yet have their first values.
-    No rank waits for another: call it on one, between two steps. Memory: the ids, and 64 MiB.
+    No rank waits for another: call it on one, between two steps. But if the rows are divided over the ranks of a
+    Trainer, every rank must call it, and rank 0 writes. Memory: the ids, and 64 MiB.
 
     Args:
         table: One of `Tables`.
@@ -46,10 +49,15 @@ def export_rows(table: nn.Module, path: str | os.PathLike[str]) -> None:
         raise ValueError(f"path={str(path)!r} must say by its suffix what to write: {' or '.join(_SUFFIXES)}")
     if table.serving is not None:
         table.serving.settle()
+    rows = table.rows
+    if isinstance(rows, LazyRows) and rows.collect is not None:
+        rows.collect(lambda read: write_rows(file, _columns_of(table, read)))
+        return
     write_rows(file, _columns_of(table))
 
 
-def _columns_of(table: RowTable | BagTable) -> dict[str, RowColumn]:
+def _columns_of(table: RowTable | BagTable, read: ReadRows | None = None) -> dict[str, RowColumn]:
+    """Return what is written; `read` reads rows that are divided over ranks."""
     weight, rows = table.weight.detach(), table.rows
     if isinstance(rows, RowMap):
         ids, order = torch.sort(rows.ids.detach().index_select(0, rows.taken))
@@ -61,6 +69,15 @@ def _columns_of(table: RowTable | BagTable) -> dict[str, RowColumn]:
     def values() -> Iterator[Tensor]:
         for start in range(0, len(ids), chunk):
             some = slice(start, start + chunk)
+            if read is not None:
+                assert isinstance(rows, LazyRows)
+                found, written = read(start, min(start + chunk, len(ids)))
+                missing = (written == 0).nonzero().view(-1)
+                first = rows.initial(missing + start, weight)
+                if table.padding_idx is not None:
+                    first[missing + start == table.padding_idx] = 0.0
+                yield found.index_copy_(0, missing, first)
+                continue
             if places is None and weight.device.type == "cpu":
                 ahead = weight[start : start + 2 * chunk]
                 read_ahead(ahead.data_ptr(), ahead.nbytes)

@@ -20,6 +20,7 @@ from unisono.embedding.row_map import RowMap
 from unisono.embedding.serving import Serving
 from unisono.embedding.table_file import TableFile
 from unisono.embedding.table_settings import Table
+from unisono.embedding.zero_memory import zero_memory
 from unisono.errors import UnisonoError
 
 __all__ = ["BagTable", "RowTable", "match_length"]
@@ -47,8 +48,10 @@ class RowTable(nn.Embedding):
             self.reset_parameters()
         self.serving: Serving | None = None
         """The servers that update it; None: ranks do."""
+        self.is_divided = False
+        """True if each rank keeps a part of the rows, where ranks share no memory."""
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
-        if table.when_full == "grow" or file is not None:
+        if table.when_full == "grow" or table.is_lazy or file is not None:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
@@ -95,8 +98,10 @@ class BagTable(nn.EmbeddingBag):
             self.reset_parameters()
         self.serving: Serving | None = None
         """The servers that update it; None: ranks do."""
+        self.is_divided = False
+        """True if each rank keeps a part of the rows, where ranks share no memory."""
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
-        if table.when_full == "grow" or file is not None:
+        if table.when_full == "grow" or table.is_lazy or file is not None:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(
@@ -165,10 +170,16 @@ def _prepare_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
     """Match the length of a table to that of a state_dict which is about to be loaded, or the space of its file.
 
     Raises:
-        UnisonoError: The rows are in a file that other ranks have, too, or for which the disk has no room.
+        UnisonoError: The rows are divided over ranks, or in a file that other ranks have, too, or for which the disk
+            has no room.
     """
     assert isinstance(module, RowTable | BagTable)
     saved = state.get(f"{prefix}weight")
+    if isinstance(module.rows, LazyRows) and module.rows.owners is not None:
+        raise UnisonoError(
+            f"table {module.name!r} is divided over ranks, each of which keeps its own rows: load weights by "
+            "trainer.load(path), or before the Trainer is made"
+        )
     if saved is not None and module.file is not None:
         if module.file.is_shared:
             raise UnisonoError(
@@ -181,8 +192,17 @@ def _prepare_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
 
 
 def _settle(module: nn.Module, *_: Any) -> None:
-    """Wait for the servers of a table whose state_dict is about to be read."""
+    """Wait for the servers of a table whose state_dict is about to be read.
+
+    Raises:
+        UnisonoError: Its rows are divided over ranks.
+    """
     assert isinstance(module, RowTable | BagTable)
+    if isinstance(module.rows, LazyRows) and module.rows.owners is not None:
+        raise UnisonoError(
+            f"table {module.name!r} is divided over ranks, so no state_dict has its rows: write them by "
+            "trainer.export(path), or by trainer.save(tag=...), on every rank"
+        )
     if module.serving is not None:
         module.serving.settle()
 
@@ -199,8 +219,12 @@ def _new_weight(table: Table, file: TableFile | None) -> Tensor:
     """Return memory for the rows: of zeros where some have no values yet, of which these are not written."""
     if file is not None:
         return file.weight
-    make = torch.empty if table.capacity is None and not table.is_lazy else torch.zeros
-    weight = make(table.length, table.dim, dtype=table.dtype)
+    shape = table.length, table.dim
+    if table.is_lazy and torch.get_default_device().type == "cpu":
+        weight = zero_memory(shape, table.dtype)
+    else:
+        make = torch.empty if table.capacity is None and not table.is_lazy else torch.zeros
+        weight = make(shape, dtype=table.dtype)
     advise_huge_pages(weight)
     return weight
 

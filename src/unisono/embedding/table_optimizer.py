@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from unisono.embedding.growth import resize
 from unisono.embedding.huge_pages import advise_huge_pages
+from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_optimizers import RowOptimizer, rule_named
 from unisono.embedding.row_sums import rows_of
 from unisono.embedding.row_updates import update_rows
 from unisono.embedding.table_file import TableFile
+from unisono.embedding.zero_memory import zero_memory
 from unisono.errors import TableFullError
 
 __all__ = ["TableOptimizer"]
@@ -108,12 +110,18 @@ class TableOptimizer(Optimizer):
         if p in self.files:
             state.update({"step": 0, **self.files[p].new_state()})
             return
-        state["step"] = 0
-        for key in rule.per_row:
-            state[key] = torch.zeros(len(p), dtype=p.dtype, device=p.device)
+        state.update({"step": 0, **self.new_state(p, rule)})
+
+    def new_state(self, p: Tensor, rule: type[RowOptimizer]) -> dict[str, Tensor]:
+        """Return zeros for the state of a table in memory, by key."""
+        shapes = {**dict.fromkeys(rule.per_row, p.shape[:1]), **dict.fromkeys(rule.per_element, p.shape)}
+        rows = self.maps.get(p)
+        if isinstance(rows, LazyRows) and rows.owners is not None:
+            return {key: zero_memory(shape, p.dtype, small_pages=True) for key, shape in shapes.items()}
+        state = {key: torch.zeros(shape, dtype=p.dtype, device=p.device) for key, shape in shapes.items()}
         for key in rule.per_element:
-            state[key] = torch.zeros_like(p)
             advise_huge_pages(state[key])
+        return state
 
     def grow(self) -> bool:
         """Give more rows to the dynamic tables that have refused an update for want of rows, and that grow.
@@ -138,8 +146,12 @@ class TableOptimizer(Optimizer):
                 raise
 
     def _placed(self, p: Tensor, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient of a dynamic table by row: of the ids that have one, after taking rows for new ones."""
+        """Return the gradient of a table by row: of the ids that have one here, after taking rows for new ones."""
         rows = self.maps[p]
+        if isinstance(rows, LazyRows) and rows.owners is not None:
+            own = rows.owners.own(ids).nonzero().view(-1)
+            if len(own) < len(ids):
+                ids, values = ids[own], values[own]
         indices, new = rows.place(ids)
         if len(new):
             rows.write_first(ids[new], indices[new], p, self.state[p])

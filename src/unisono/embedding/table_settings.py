@@ -20,7 +20,7 @@ from unisono.errors import UnisonoError
 from unisono.machine import available_bytes, file_system_of
 from unisono.text import a_type
 
-__all__ = ["Table", "check_room"]
+__all__ = ["Table", "check_divided", "check_room", "part_of_host"]
 
 _INT64 = -(2**63), 2**63 - 1
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -158,12 +158,39 @@ class Table:
         return self.length * LazyRows.NBYTES_PER_ROW if self.is_lazy else 0
 
 
-def check_room(tables: Mapping[str, Table], *, have_files: bool = False) -> None:
+def check_divided(tables: Mapping[str, Table]) -> None:
+    """Raise ValueError if rows of tables cannot be divided over ranks."""
+    for name, table in tables.items():
+        why = None
+        if table.rows is None:
+            why = "it has capacity=, and only a row with a fixed number has a rank that keeps it: give rows="
+        elif table.init_std is None:
+            why = "it needs init_std=, such as init_std=0.01: without it, each rank would write all rows at the start"
+        elif table.directory is not None:
+            why = "it has directory=, a file that the ranks of one host share: leave one of the two out"
+        if why is not None:
+            raise ValueError(f"divided=True is not possible for table {name!r}: {why}")
+
+
+def part_of_host(environ: Mapping[str, str]) -> float:
+    """Return the part of all ranks of a job that is on this host, as its launcher says.
+
+    >>> part_of_host({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}), part_of_host({})
+    (0.25, 1.0)
+    """
+    ranks, local = environ.get("WORLD_SIZE", ""), environ.get("LOCAL_WORLD_SIZE", "")
+    if not (ranks.isdecimal() and local.isdecimal()) or not 0 < int(local) <= int(ranks):
+        return 1.0
+    return int(local) / int(ranks)
+
+
+def check_room(tables: Mapping[str, Table], *, have_files: bool = False, part: float = 1.0) -> None:
     """Check that tables and their state fit the memory and the disks that they are to be in.
 
     Args:
         tables: The settings of each table, by name.
         have_files: True if other ranks have files of tables in a directory, with the space that they need.
+        part: The part of rows and state that is on this host.
 
     Raises:
         ValueError: Files of tables cannot be in a directory.
@@ -178,8 +205,8 @@ def check_room(tables: Mapping[str, Table], *, have_files: bool = False) -> None
             check_directory(directory := Path(table.directory))
             of_disks.setdefault(directory.stat().st_dev, []).append(name)
         if table.directory is None or (file_system_of(directory) in _IN_MEMORY and not have_files):
-            in_memory[name] += table.nbytes + table.state_nbytes
-    _check_memory(tables, in_memory)
+            in_memory[name] += int(part * (table.nbytes + table.state_nbytes))
+    _check_memory(tables, in_memory, part)
     if have_files:
         return
     for names in of_disks.values():
@@ -192,7 +219,7 @@ def check_room(tables: Mapping[str, Table], *, have_files: bool = False) -> None
             )
 
 
-def _check_memory(tables: Mapping[str, Table], in_memory: Mapping[str, int]) -> None:
+def _check_memory(tables: Mapping[str, Table], in_memory: Mapping[str, int], part: float) -> None:
     wanted, available = sum(in_memory.values()), available_bytes()
     if available is None or wanted <= available:
         return
@@ -205,6 +232,12 @@ def _check_memory(tables: Mapping[str, Table], in_memory: Mapping[str, int]) -> 
             "rows, beside its file. Take fewer rows, or a machine with more memory."
         )
     rule = largest.optimizer
+    if part < 1:
+        raise MemoryError(
+            f"this host's part of the tables, {part:.3g} of rows and state, takes {wanted / 1e9:.3g} GB, and "
+            f"{available / 1e9:.3g} GB of memory are available. Take more hosts, or fewer rows of table {name!r}, "
+            f"which has {largest.length} × {largest.dim}."
+        )
     remedy = "RowwiseAdagrad, which keeps one number for each row" if rule.per_element else "a machine with more memory"
     raise MemoryError(
         f"the tables take {wanted / 1e9:.3g} GB, and {available / 1e9:.3g} GB of memory are available. Table {name!r}, "

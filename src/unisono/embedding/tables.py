@@ -10,11 +10,12 @@ from typing import Literal
 from torch import Tensor, nn
 
 from unisono import recovery_link
+from unisono.arguments import flag
 from unisono.embedding.rows_ahead import RowsAhead
 from unisono.embedding.serving import ServerCounts, Serving, serving_for
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
-from unisono.embedding.table_settings import Table, check_room
+from unisono.embedding.table_settings import Table, check_divided, check_room, part_of_host
 from unisono.text import a_type
 
 __all__ = ["Tables", "dense_parameters", "lagging", "optimizer_of", "serving_in", "settle", "tables_in"]
@@ -38,9 +39,12 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
             most 4, "async" any number.
         placement: How tables are dealt over servers: rows by a "hash" of their number or by "range", each "table" as a
             whole, or of each row a range of columns ("column").
+        divided: Where the ranks of a Trainer share no memory, as on several hosts, each keeps a part of the rows, and
+            those of others come to it in each lookup. Where they share memory, there is one copy anyhow.
 
     Raises:
-        TypeError, ValueError: They are no settings, or there are none; or the servers are not those of the job.
+        TypeError, ValueError: They are no settings, or there are none; the servers are not those of the job; or a table
+            cannot be divided.
         MemoryError: They do not fit the memory that is available. Nothing has been allocated.
         UnisonoError: They do not fit the disk of their directory.
     """
@@ -52,6 +56,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
         servers: int | None = None,
         consistency: str = "sync",
         placement: Literal["hash", "range", "table", "column"] = "hash",
+        divided: bool = False,
     ) -> None:
         if not tables:
             raise ValueError("there is no table: give Tables at least one, by name")
@@ -63,9 +68,12 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
                     f"{name!r} cannot be the name of a table, since it is a part of its parameters' names: give it one "
                     "without dots"
                 )
+        if flag("divided", divided):
+            check_divided(tables)
         self._serving = serving_for(tables, servers, consistency, placement, os.environ)
         # A process that takes the place of a rank maps the files of the others; see `engine/shared/table_files.py`.
-        check_room(tables, have_files=recovery_link.current is not None and recovery_link.current.is_new)
+        have_files = recovery_link.current is not None and recovery_link.current.is_new
+        check_room(tables, have_files=have_files, part=part_of_host(os.environ) if divided else 1.0)
         super().__init__()
         # Not by add_module, which refuses the names of this class's attributes: a table may be called "items".
         self._modules |= {
@@ -73,7 +81,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
             for name, table in tables.items()
         }
         for module in tables_in([self]).values():
-            module.serving = self._serving
+            module.serving, module.is_divided = self._serving, divided
 
     # A mapping is equal to others with the same items, and cannot be hashed; a module must be itself alone.
     __eq__, __hash__ = object.__eq__, object.__hash__

@@ -1,4 +1,4 @@
-"""All-gather of messages of any size, for sparse gradients.
+"""All-gather and all-to-all of messages of any size, for sparse gradients.
 
 A message is the bytes of a few vectors in order, each aligned. `GroupAllGatherV` sends it through the process group;
 the shared-memory engine has `engine.shared.shared_all_gather_v` instead.
@@ -17,7 +17,7 @@ from unisono.collectives.world import World
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan.alignment import WIRE_NBYTES, align_up
 
-__all__ = ["AllGatherV", "GroupAllGatherV", "next_part", "packed_nbytes", "write_parts"]
+__all__ = ["AllGatherV", "GroupAllGatherV", "GroupAllToAllV", "next_part", "packed_nbytes", "write_parts"]
 
 
 class AllGatherV(Protocol):
@@ -77,3 +77,36 @@ class GroupAllGatherV:
         everyone = [torch.empty_like(tensor) for _ in range(self._world.size)]
         dist.all_gather(everyone, tensor, group=self._world.group)
         return everyone
+
+
+class GroupAllToAllV:
+    """Sends a message to each rank through the process group: first all lengths, then the messages.
+
+    Its calls are those of `AllGatherV`, but for what `post` takes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._parts: Sequence[Sequence[Tensor]] = ()
+        self.sent_nbytes = 0
+        """The bytes that the last messages of this rank to others had."""
+
+    def post(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Store the messages until `collect` sends them: for each rank some vectors."""
+        self._parts = parts
+
+    def collect(self, step: StepTransaction) -> Sequence[Tensor]:
+        """Send the messages, and return one of each rank. Every rank must call it, after `post`."""
+        sizes = [packed_nbytes(parts) for parts in self._parts]
+        own = torch.tensor(sizes)
+        theirs = torch.empty_like(own)
+        dist.all_to_all_single(theirs, own, group=self._world.group)
+        message = torch.empty(sum(sizes), dtype=torch.uint8)
+        for parts, place in zip(self._parts, torch.split(message, sizes), strict=True):
+            write_parts(parts, place)
+        self._parts = ()
+        lengths: list[int] = theirs.tolist()
+        received = torch.empty(sum(lengths), dtype=torch.uint8)
+        dist.all_to_all_single(received, message, lengths, sizes, group=self._world.group)
+        self.sent_nbytes = sum(sizes) - sizes[self._world.rank]
+        return torch.split(received, lengths)

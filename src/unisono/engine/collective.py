@@ -17,13 +17,16 @@ from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.accumulation import GradientAccumulation
-from unisono.engine.all_gather_v import GroupAllGatherV
+from unisono.engine.all_gather_v import GroupAllGatherV, GroupAllToAllV
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import BROKEN, ConsistencyCheck
 from unisono.engine.host_tree_all_reduce import HostRanks, HostTreeAllReduce, group_all_reduce
+from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.node_sums import drop
 from unisono.engine.norm import dense_strides
-from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
+from unisono.engine.optimizer_hooks import is_hooked
+from unisono.engine.row_exchange import RowExchange
+from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, owners_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
@@ -88,10 +91,12 @@ class CollectiveEngine(GradientAccumulation):
         overlap: bool = True,
         hosts: HostRanks | None = None,
         several_hosts: bool = False,
+        exchange: RowExchange | None = None,
     ) -> None:
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
         self._comparison, self._world, self._hosts = comparison, world, hosts
+        self._exchange = exchange
         self._limit_nbytes = _BUCKET_NBYTES
         self._first_nbytes: int | None = None
         if several_hosts:
@@ -119,6 +124,8 @@ class CollectiveEngine(GradientAccumulation):
             bucket.waiting = len(bucket.members)
         self._buckets[-1].waiting += 1  # for the totals
         drop(trained.parameters)
+        if self._exchange is not None:
+            self._exchange.begin(is_step=True)
 
     def close_forward(
         self,
@@ -135,11 +142,13 @@ class CollectiveEngine(GradientAccumulation):
             leaf, loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize
         )
         if leaf == self._sums[-1].node.stop - 1:
+            self._drain()  # before the last backward, which waits for the numbers of ranks that may still look rows up
             self._comparison.begin()
 
     def flush(self) -> None:
         """Send the remaining sums; see `Engine`."""
         if not self._sums:
+            self._drain()
             self._comparison.begin()
             for bucket in self._buckets:
                 bucket.waiting = 0
@@ -180,6 +189,10 @@ class CollectiveEngine(GradientAccumulation):
     def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip p.grad; see `Engine`."""
         self._tables.check_room()
+        *_, scaler, clip, change = preparation
+        hooked = is_hooked(self._optimizer, *parts_of(self._optimizer))
+        if hooked or any(each is not None for each in (scaler, clip, change)):
+            self._tables.assemble(self._step)
         return prepare_whole(self._given.parameters, self._optimizer, preparation)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -189,6 +202,7 @@ class CollectiveEngine(GradientAccumulation):
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`. Sums that have been sent cannot be recalled: the engine is unusable then."""
         self._streaming = False
+        self._drain()
         # Others that see this rank's number count on its buckets, whatever the error: it may have come here alone.
         self._broken = self._broken or self._launched > 0 or self._comparison.is_open
         if self._broken:
@@ -196,13 +210,24 @@ class CollectiveEngine(GradientAccumulation):
         drop(self._given.parameters)
         return True
 
+    def _drain(self) -> None:
+        """Let other ranks have what they still look up in divided tables."""
+        if self._exchange is not None:
+            self._exchange.drain()
+
     def _build(self, trained: Trained) -> None:
         """Pack the parameters into buckets, and register hooks on them."""
         self._unhook()
         dense, tables = split_sparse(trained, self._modules)
         self._given, self._trained = trained, dense
         maps = maps_of(self._optimizer, tables)
-        self._tables = TableSums(tables, rank=self._world.rank, all_gather=GroupAllGatherV(self._world), maps=maps)
+        self._tables = TableSums(
+            tables,
+            rank=self._world.rank,
+            all_gather=GroupAllGatherV(self._world),
+            maps=maps,
+            all_to_all=GroupAllToAllV(self._world) if owners_of(maps) else None,
+        )
         self._buckets = []
         self._slots = [None] * len(dense.parameters)  # type: ignore[list-item]
         backwards = dense.parameters[::-1]

@@ -19,6 +19,7 @@ from unisono.engine.host_tree_all_reduce import HostGrid, HostRanks, HostTreeAll
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.local import LocalEngine
 from unisono.engine.local_steps import LocalStepsEngine, Workers
+from unisono.engine.row_exchange import RowExchange
 from unisono.engine.shared import (
     LoadStateDictHook,
     SharedAllReduce,
@@ -67,6 +68,8 @@ class EngineFactory:
         self._hosts, self._several_hosts = hosts, several_hosts
         self.workers: Workers | None = None
         """The workers that train on their own; None where each step has the gradient of all. Set before any engine."""
+        self.exchange: RowExchange | None = None
+        """Brings rows of tables that are divided over ranks; None without such tables. Set before any engine."""
         self._made: list[Engine] = []
         self._optimizers: list[Optimizer] = []
         self._loads: LoadStateDictHook | None = None
@@ -148,6 +151,7 @@ class EngineFactory:
             overlap=overlap,
             hosts=self._hosts,
             several_hosts=self._several_hosts,
+            exchange=self.exchange,
         )
 
     def all_reduce(

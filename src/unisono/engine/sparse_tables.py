@@ -3,7 +3,8 @@
 Such a gradient is stored as row indices and values (a coalesced COO tensor), so that it takes no memory for the rest of
 the table. Sums follow the plan's tree; a row that only one side has is kept as it is. Each rank sums its leaves, and
 the sums of all come to all ranks (`engine.all_gather_v`): in shared memory, where each rank reads what it needs, or in
-a message. Each rank finishes the tree separately, for all rows of a table or for those that it updates.
+a message. Each rank finishes the tree separately, for all rows of a table or for those that it updates. Of a table
+whose rows are divided over ranks, each gets the sums of its own rows alone.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.located_rows import LocatedRows
+from unisono.embedding.row_owners import RowOwners
 from unisono.embedding.row_sums import SummedRows, add_row_gradients, row_gradient, rows_of
 from unisono.embedding.table_optimizer import TableOptimizer
-from unisono.engine.all_gather_v import AllGatherV, next_part
+from unisono.engine.all_gather_v import AllGatherV, GroupAllToAllV, next_part
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
 from unisono.engine.node_sums import Gradients, NodeSum, take
@@ -26,7 +29,7 @@ from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.errors import LossError
 from unisono.plan import Node, fold
 
-__all__ = ["TableSums", "check_optimizers", "maps_of", "split_sparse"]
+__all__ = ["TableSums", "check_optimizers", "maps_of", "owners_of", "split_sparse"]
 
 _WITHOUT: dict[type[Optimizer], tuple[str, ...]] = {
     optim.SparseAdam: (),
@@ -98,6 +101,11 @@ def maps_of(optimizer: Optimizer, tables: Trained) -> dict[int, LocatedRows]:
     return {i: maps[p] for i, p in enumerate(tables.parameters) if p in maps}
 
 
+def owners_of(maps: Mapping[int, LocatedRows]) -> dict[int, RowOwners]:
+    """Return the owners of rows that are divided over ranks, by number."""
+    return {k: rows.owners for k, rows in maps.items() if isinstance(rows, LazyRows) and rows.owners is not None}
+
+
 class TableSums:
     """The sums of sparse gradients over a step, for one engine.
 
@@ -110,6 +118,7 @@ class TableSums:
         all_gather: Exchanges the sums of ranks; None with one rank.
         divided: The numbers of the tables whose sums `collect` leaves to `complete` or `share`.
         maps: The rows of dynamic tables, by number. Ids take the place of rows in their sums.
+        all_to_all: Takes the place of `all_gather` where rows of tables are divided over ranks.
     """
 
     def __init__(
@@ -120,8 +129,10 @@ class TableSums:
         all_gather: AllGatherV | None = None,
         divided: Collection[int] = (),
         maps: Mapping[int, LocatedRows] | None = None,
+        all_to_all: GroupAllToAllV | None = None,
     ) -> None:
         self.tables, self.divided, self._maps = tables, frozenset(divided), maps or {}
+        self._owners, self._all_to_all = owners_of(self._maps), all_to_all
         self.exist = bool(tables.names)
         """False if there is no table. The calls of a step then do nothing, and may be left out."""
         self.totals: Gradients = []
@@ -155,14 +166,37 @@ class TableSums:
 
     def post(self) -> None:
         """Send this rank's sums. Every rank must call it, after its leaves."""
-        if self._all_gather is None or not self.tables.names:
+        if not self.tables.names:
             return
         own = [summed for total in self._sums for summed in total.total()]
+        if self._all_to_all is not None:
+            self._all_to_all.post(self._divided_messages(own, ranks=len(self._layout.nodes)))
+        elif self._all_gather is not None:
+            self._all_gather.post(self._message(own))
+
+    @staticmethod
+    def _message(own: _Sums) -> list[Tensor]:
         parts = [torch.tensor([-1 if summed is None else len(summed.rows) for summed in own], dtype=torch.int64)]
         for summed in own:
             if summed is not None:
                 parts += [summed.rows, summed.values.reshape(-1)]
-        self._all_gather.post(parts)
+        return parts
+
+    def _divided_messages(self, own: _Sums, *, ranks: int) -> list[list[Tensor]]:
+        """Return the message to each rank: of divided tables, with its rows alone."""
+        of_ranks: list[_Sums] = [[] for _ in range(ranks)]
+        for number, summed in enumerate(own):
+            owners = self._owners.get(number % len(self.tables.names))
+            if summed is None or owners is None:
+                parts: Iterable[SummedRows | None] = [summed] * ranks
+            else:
+                of_rows, order = torch.sort(owners.of(summed.rows), stable=True)
+                counts = torch.bincount(of_rows, minlength=ranks).tolist()
+                rows, values = summed.rows[order], summed.values[order]
+                parts = map(SummedRows, torch.split(rows, counts), torch.split(values, counts))
+            for of_rank, part in zip(of_ranks, parts, strict=True):
+                of_rank.append(part)
+        return [self._message(of_rank) for of_rank in of_ranks]
 
     def collect(self, step: StepTransaction) -> None:
         """Receive the sums of all ranks, and complete those of tables that are not divided.
@@ -171,12 +205,13 @@ class TableSums:
         """
         if not self.tables.names:
             return
-        if self._all_gather is None:
+        exchange = self._all_gather if self._all_to_all is None else self._all_to_all
+        if exchange is None:
             (own,) = self._sums
             found = {own.node: own.total()}
         else:
             nodes = self._layout.nodes
-            messages = zip(nodes, self._all_gather.collect(step), strict=True)
+            messages = zip(nodes, exchange.collect(step), strict=True)
             found = {node: sums for of_rank, message in messages for node, sums in self._read(message, of_rank)}
         self._sums = []
         tables = range(len(self.tables.names))
@@ -208,6 +243,28 @@ class TableSums:
             self._complete(k)
         if factor != 1.0 and (totals := [total for k in self.divided if (total := self.totals[k]) is not None]):
             torch._foreach_mul_([total._values() for total in totals], factor)
+
+    def assemble(self, step: StepTransaction) -> None:
+        """Bring the sums of divided tables together, so that p.grad is the whole on all ranks. Every rank must call it.
+
+        Traffic: an all-gather of the rows of this step.
+        """
+        divided = [k for k in self._owners if self.totals[k] is not None]
+        if not divided or self._all_gather is None:
+            return
+        own: _Sums = [None] * len(self.tables.names)
+        for k in divided:
+            total = self.totals[k]
+            assert total is not None
+            own[k] = rows_of(total)
+        self._all_gather.post(self._message(own))
+        whole = Node(0, self._layout.leaves)
+        found = [sums for message in self._all_gather.collect(step) for _, sums in self._read(message, [whole])]
+        for k in divided:
+            p, of_ranks = self.tables.parameters[k], [each for sums in found if (each := sums[k]) is not None]
+            rows, order = torch.sort(torch.cat([each.rows for each in of_ranks]))
+            values = torch.cat([each.values for each in of_ranks])[order]
+            self.totals[k] = p.grad = row_gradient(SummedRows(rows, values), p.shape)
 
     def share(self, table: int, *, ranks: int) -> Tensor | None:
         """Return the gradient of those rows of a table that this rank updates in this step; None without any gradient.
@@ -250,7 +307,7 @@ class TableSums:
         """Return the sum of nodes, in memory of this process."""
         if len(parts) == 1:
             ((rows, values),) = parts.values()
-            if self._all_gather is None:
+            if self._all_gather is None and self._all_to_all is None:
                 return SummedRows(rows, values)
             return SummedRows(rows.clone(), values.clone())  # they still lie in a message
         nodes = [node for of_rank in self._layout.nodes for node in of_rank]

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
+from unisono.state.row_column import RowColumn
 
 __all__ = ["Plain", "check_storable", "copy_each", "digest", "exact", "memory", "same_memory"]
 
 Plain = (
     Tensor
+    | RowColumn
     | torch.dtype
     | str
     | bytes
@@ -178,9 +180,12 @@ def _feed(feed: _Feed, value: object, path: str) -> None:
         feed(scalar)
     elif isinstance(value, Tensor):
         plain = exact(value, path)
-        shape = ",".join(map(str, plain.shape))
-        feed(_part("T", f"{plain.dtype};{shape}".encode()) + struct.pack("<Q", plain.numel() * plain.element_size()))
+        _feed_form(feed, plain)
         feed(memory(plain))
+    elif isinstance(value, RowColumn):
+        _feed_form(feed, value.form)
+        for chunk in value.chunks():
+            feed(memory(chunk))
     elif isinstance(value, (list, tuple)):
         feed(("L" if isinstance(value, list) else "U").encode() + struct.pack("<Q", len(value)))
         for index, item in enumerate(value):
@@ -192,6 +197,11 @@ def _feed(feed: _Feed, value: object, path: str) -> None:
             f"{path} is a {type(value)}: a digest takes tensors, numbers, strings, bytes and dtypes, nested in dict, "
             f"list and tuple. Convert it, or leave it out."
         )
+
+
+def _feed_form(feed: _Feed, form: Tensor) -> None:
+    shape = ",".join(map(str, form.shape))
+    feed(_part("T", f"{form.dtype};{shape}".encode()) + struct.pack("<Q", form.numel() * form.element_size()))
 
 
 def _feed_dict(feed: _Feed, value: dict[Any, Any], path: str) -> None:

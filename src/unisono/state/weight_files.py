@@ -11,11 +11,12 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +26,13 @@ from unisono.state.digest import check_storable, copy_each, memory
 from unisono.state.durable_files import flush_folder, make_folder, open_file, remedy, write_file
 from unisono.state.npz_format import write_arrays
 from unisono.state.regions import CHUNK
+from unisono.state.row_column import RowColumn
 from unisono.state.safetensors_format import lay_out, plan_file, read_tensors
 from unisono.state.temporary_paths import temporary_path
 from unisono.state.tensor_file import TensorFile
 from unisono.text import a_type
 
-__all__ = ["SUFFIXES", "RowColumn", "open_weights", "read_weights", "write_rows", "write_weights"]
+__all__ = ["SUFFIXES", "open_weights", "read_weights", "write_rows", "write_weights"]
 
 SUFFIXES = {".safetensors": True, ".pt": False, ".pth": False, ".bin": False}
 """By the suffix of a file's name, True for safetensors and False for a file of torch.save."""
@@ -194,23 +196,15 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], others: Mapping[str
             os.fsync(file.fileno())
 
 
-class RowColumn(NamedTuple):
-    """A tensor that is made while it is written, in chunks of rows."""
-
-    form: Tensor
-    """Of its type and shape; float32, float64, int32 or int64. It needs no values."""
-    chunks: Callable[[], Iterator[Tensor]]
-    """Returns the rows, in order, as contiguous tensors on the CPU."""
-
-
-def write_rows(path: Path, columns: Mapping[str, RowColumn]) -> None:
+def write_rows(path: Path, columns: Mapping[str, RowColumn], aliases: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write the rows of a table, as `write_weights` writes weights, into a file for safetensors or for numpy.load.
 
     Memory: a chunk.
 
     Args:
         path: The file: .safetensors or .npz.
-        columns: Its tensors by name.
+        columns: Its tensors by name; for .npz float32, float64, int32 or int64.
+        aliases: See `safetensors_format.lay_out`; for .safetensors alone.
 
     Raises:
         CheckpointError: The file cannot be written.
@@ -222,7 +216,8 @@ def write_rows(path: Path, columns: Mapping[str, RowColumn]) -> None:
             if path.suffix == ".npz":
                 write_arrays(file, forms, {name: column.chunks for name, column in columns.items()})
             else:
-                layout = lay_out(forms, {}, path.stem)
+                layout = lay_out(forms, aliases, path.stem)
+                _refuse_other_types(layout.described)
                 file.write(layout.header)
                 for name in layout.starts:
                     file.writelines(map(memory, columns[name].chunks()))
@@ -232,15 +227,19 @@ def write_rows(path: Path, columns: Mapping[str, RowColumn]) -> None:
 
 def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], work: Path) -> None:
     pieces, described = plan_file(tensors, path.stem)
-    kinds: Any = described["dtypes"]
+    _refuse_other_types(described)
+    make_folder(path.absolute().parent)
+    write_file(work, pieces)
+
+
+def _refuse_other_types(described: Mapping[str, Any]) -> None:
+    kinds = described["dtypes"]
     if kinds:
         name, kind = next(iter(kinds.items()))
         raise CheckpointError(
             f"{name!r} is {kind}, which other readers of safetensors do not know. Export to a name that "
             "ends in .pt, or convert it."
         )
-    make_folder(path.absolute().parent)
-    write_file(work, pieces)
 
 
 @contextmanager

@@ -44,6 +44,7 @@ from unisono.trainer.averages import AverageUpdates, DividedAverage, start_avera
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.cutting import built_tensors, check_built, check_cut_optimizers, cut_model, divide_model
+from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models, check_placed
@@ -53,6 +54,7 @@ from unisono.trainer.recoverable_state import RecoverableState, WholeState
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.restoration import restore
 from unisono.trainer.resume import ResumedRun
+from unisono.trainer.row_division import ROWS_LOST, divide_tables, has_divided
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.settings import TrainerSettings
 from unisono.trainer.setup import (
@@ -99,7 +101,7 @@ class TrainerParts:
     carried: CarriedStates
     cut: CutModel | DividedModel | None
     """The model, if it is cut or divided over ranks."""
-    gathering: StageGathering | ShardGathering | Workers | None
+    gathering: StageGathering | ShardGathering | Workers | DividedTables | None
     """Brings its parts, or the state of workers, together."""
     keeper: Checkpointing
     modules: dict[str, nn.Module]
@@ -211,7 +213,10 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if policy.incremental is None:
         policy = replace(policy, incremental=bool(tables_in(modules.values())))
     share_files(world, modules.values(), optimizers.values())
-    apart = tensors_in_files(modules, optimizers)
+    base = engines_of_run(settings, world, modules, optimizers, recovery) if has_divided(modules) else None
+    divided = None if base is None else divide_tables(world, modules, optimizers, base, settings)
+    in_files = tensors_in_files(modules, optimizers)
+    apart = in_files | ({} if divided is None else divided.places())
     keeper = Checkpointing(settings.directory, policy, world, apart)
     position = recovery.position
     found = None if position is not None else keeper.find(settings.resume, in_parts=isinstance(cut, DividedModel))
@@ -237,6 +242,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         ranks_of_replica=cut.ranks.size if isinstance(cut, CutModel) else 1,
         resizing=recovery,
         clock=StepClock(chosen),
+        exchange=None if divided is None else divided.exchange,
     )
 
     def select() -> EngineFactory:
@@ -246,11 +252,14 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if settings.sync is not None:
         single = check_workers(settings.sync, modules, optimizers, named_optimizers(optimizer))
         workers = Workers(settings.sync, single, world, virtual_ranks=settings.virtual_ranks)
-    base = select()
-    if apart and world.group is not None and not base.shares:
+    base = base or select()
+    if divided is not None:
+        base.exchange = divided.exchange
+        recovery.refuse(ROWS_LOST)
+    if in_files and world.group is not None and not base.shares:
         raise ValueError(
-            f"{next(iter(apart))[1]!r} is a table with directory=, whose file ranks share, and these share no weights "
-            f'(engine="{settings.engine}"). Give CPU ranks of one host engine="auto", or leave directory= out.'
+            f"{next(iter(in_files))[1]!r} is a table with directory=, whose file ranks share, and these share no "
+            f'weights (engine="{settings.engine}"). Give CPU ranks of one host engine="auto", or leave directory= out.'
         )
     base.workers = workers
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
@@ -297,12 +306,16 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             world,
             modules,
             optimizers,
-            compared=built_tensors(modules) | {name for group, name in apart if group == "model"},
+            compared=built_tensors(modules)
+            | {name for group, name in apart if group == "model"}
+            | (set() if divided is None else divided.names),
         )
     else:
         if found.checkpoint is None:
             if isinstance(cut, DividedModel):
                 cut.division.become_whole()
+            if divided is not None:
+                divided.spread(found.groups)
             given, overruled = restore(subjects, found.groups, found.document, source=source)
         else:
             assert isinstance(cut, DividedModel)
@@ -313,8 +326,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
                 f"these settings come from the checkpoint: {'; '.join(overruled)}. To change them in a run that goes "
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
-    subjects = replace(subjects, given=given)
-    gathering: StageGathering | ShardGathering | Workers | None = workers
+    subjects = replace(subjects, given=given, put_whole=None if divided is None else divided.put_whole)
+    gathering: StageGathering | ShardGathering | Workers | DividedTables | None = divided or workers
     state: RecoverableState
     if isinstance(cut, CutModel):
         assert isinstance(buffers, StagedBuffers)

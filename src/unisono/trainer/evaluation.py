@@ -42,9 +42,15 @@ def evaluate(
     """
     sums = ValueSums("evaluated function")
     results = SampleResults(run, function, models, what="the evaluated function", carried=carried, cut=cut)
-    for batch in batches:
-        for share, micro_batch, result in results.of(batch):
-            sums.add(share.virtual_rank, result, samples=len(micro_batch.indices))
+    if run.exchange is not None:
+        run.exchange.begin(is_step=False)
+    try:
+        for batch in batches:
+            for share, micro_batch, result in results.of(batch):
+                sums.add(share.virtual_rank, result, samples=len(micro_batch.indices))
+    finally:
+        if run.exchange is not None:
+            run.exchange.drain()
     metrics = sums.means(run.world, "trainer.evaluate")
     return metrics[""] if [*metrics] == [""] else metrics
 

@@ -193,7 +193,7 @@ class Predictor:
         failure: Exception | None = None
         most, ended = 1, False
         while not ended:
-            chunk = self._compute(batches, most=most) if failure is None else _Chunk(failure)
+            chunk = self._compute(batches, most=most, failure=failure)
             layout = self._exchange(chunk, first)
             ended = chunk.ended
             rows = None if layout is None else self._send(chunk, layout, everywhere=everywhere)
@@ -210,11 +210,19 @@ class Predictor:
                 failure = error
         self._exchange(_Chunk(failure))
 
-    def _compute(self, batches: Iterator[Batch], *, most: int) -> _Chunk:
-        """Compute this rank's shares of the next batches, up to the first that fails or has another form."""
-        chunk = _Chunk()
+    def _compute(self, batches: Iterator[Batch], *, most: int, failure: Exception | None = None) -> _Chunk:
+        """Compute this rank's shares of the next batches, up to the first that fails or has another form.
+
+        Args:
+            batches: The batches.
+            most: The largest number of them.
+            failure: The error of this rank before, after which it computes nothing.
+        """
+        chunk = _Chunk(failure)
+        if self._run.exchange is not None:
+            self._run.exchange.begin(is_step=False)
         try:
-            while len(chunk.sizes) < most and len(chunk.examples) < 2:
+            while failure is None and len(chunk.sizes) < most and len(chunk.examples) < 2:
                 batch = next(batches, None)
                 if batch is None:
                     chunk.ended = True
@@ -224,6 +232,9 @@ class Predictor:
             if self._is_cut:  # they may wait for this rank's part of the model instead
                 raise
             chunk.failure = error
+        finally:
+            if self._run.exchange is not None:
+                self._run.exchange.drain()
         return chunk
 
     def _add(self, chunk: _Chunk, batch: Batch) -> None:

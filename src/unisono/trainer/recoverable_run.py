@@ -29,6 +29,10 @@ _FIXED_SIZE = (
     "a model is cut over its ranks, and their number decides which one has what: start the job again from a checkpoint "
     "with another number"
 )
+_FIXED_ROWS = (
+    "an embedding table is divided over its ranks, and their number decides which one has which rows: start the job "
+    "again from a checkpoint with another number"
+)
 
 
 class RecoverableRun:
@@ -74,6 +78,8 @@ class RecoverableRun:
     @property
     def fixed_size(self) -> str:
         """Why the number of ranks cannot change; "" if it can."""
+        if self._parts.run.exchange is not None:
+            return _FIXED_ROWS
         return "" if self._parts.settings.parallel is None else _FIXED_SIZE
 
     def position(self, log: CallLog, name: str, *, resizes: bool) -> Position:

@@ -10,6 +10,7 @@ import torch
 
 from unisono.collectives.world import World
 from unisono.data.fetch import NoteSamples
+from unisono.engine.row_exchange import RowExchange
 from unisono.plan import derive_key, rank_block
 from unisono.state.random import set_generators
 from unisono.trainer.step_clock import StepClock
@@ -68,6 +69,8 @@ class RunContext:
     """Changes the number of ranks."""
     clock: StepClock
     """Measures where the time of steps goes."""
+    exchange: RowExchange | None = None
+    """Brings rows of tables that are divided over ranks; None without such tables."""
 
     @property
     def has_whole_model(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.state_digests import digest_at_end
 from unisono.watch import EventLog
 from unisono.watch.event_kinds import EndFields
@@ -26,7 +27,8 @@ class RunEvents:
 
     def __init__(self, parts: TrainerParts, log: EventLog, *, keeps: bool) -> None:
         self._log, self._cursor = log, parts.cursor
-        self._digested = (parts.modules, parts.subjects.optimizers) if keeps else None
+        is_here = not isinstance(parts.gathering, DividedTables)
+        self._digested = (parts.modules, parts.subjects.optimizers) if keeps and is_here else None
         self._started_s = time.monotonic()
 
     def begin(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from unisono.engine.local_steps import Workers
 from unisono.job.user_function import refuse_inside
 from unisono.rank_zero.image_folder import ImageFolder
 from unisono.rank_zero.logged_values import Loggable, check_values, read_values
+from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.evaluation import tell_values
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
@@ -28,7 +29,8 @@ class RunStatus:
 
     _run: RunContext
     _cursor: Cursor
-    _gathering: StageGathering | ShardGathering | Workers | None
+    _gathering: StageGathering | ShardGathering | Workers | DividedTables | None
+    _compare: Callable[[str], None]
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _log: EventLog
@@ -113,7 +115,8 @@ class RunStatus:
 
         It is equal on all ranks, and any rank may call it alone. With `parallel`, call it after the loop over epochs,
         or before the first step; with shards, not before the loop of a run that goes on, whose ranks have parts alone.
-        A model that was made by `unisono.parallel.build` stays in parts: compare the files of `export` instead.
+        A model that was made by `unisono.parallel.build` stays in parts: compare the files of `export` instead. Where
+        tables are divided over ranks (`Tables(..., divided=True)`), every rank must call it.
 
         Raises:
             UnisonoError: With `parallel`: this rank has the values of its own part alone.
@@ -121,6 +124,10 @@ class RunStatus:
             TypeError: The optimizer's state has a value other than a tensor, number, string or a container of these.
             ValueError: The optimizer has state for a parameter that belongs to no model.
         """
+        if isinstance(self._gathering, DividedTables):
+            refuse_inside("trainer.digest")
+            self._compare("trainer.digest()")
+            return self._gathering.digest()
         if self._gathering is not None:
             self._gathering.check_whole("trainer.digest")
         return digest_of(self._modules, self._subjects.optimizers)

@@ -5,7 +5,7 @@ A snapshot holds nothing that depends on the number of ranks, and uses the plain
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import Any
@@ -137,6 +137,8 @@ class Subjects:
     """Has the buffers that the run has written and that are in no state_dict."""
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The script's settings of optimizers and schedulers at the first start of the run."""
+    put_whole: Callable[[dict[str, dict[str, Tensor]]], None] | None = None
+    """Puts whole tensors into the groups of a checkpoint in the place of those that are divided over ranks."""
 
 
 def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -213,6 +215,8 @@ def capture(
     groups = {"model": model_tensors(subjects.modules), "optimizer": optimizer_tensors, "other": other_tensors}
     if subjects.averages:
         groups["ema"] = model_tensors(subjects.averages)
+    if subjects.put_whole is not None:
+        subjects.put_whole(groups)
     return groups, {"facts": dict(facts), "optimizer": optimizer_document, "other": other_document}
 
 

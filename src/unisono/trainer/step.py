@@ -153,6 +153,12 @@ class StepRunner:
         self._find_trained()
         if self._needs_closure:
             options = options._replace(closure=True)
+        if self._run.exchange is not None and (options.encode is not None or options.closure):
+            what = "encode=..." if options.encode is not None else "closure=True"
+            raise ValueError(
+                f"the step has {what}, which looks rows of tables up in several passes, and with divided=True rows of "
+                "other ranks come in one: leave that out, or divided=True"
+            )
         if options.closure:
             check_closure(self._optimizer, self._engine, scaled=self.scaler is not None)
         before = None
@@ -222,7 +228,8 @@ class StepRunner:
             intent = self._fingerprint.intent(
                 self._trained, epoch=batch.epoch, step=batch.step, call=call, options=options.describe()
             )
-            if options.encode is not None or not self._run.has_whole_model:  # before ranks wait for what others send
+            # Before ranks wait for what others send.
+            if options.encode is not None or not self._run.has_whole_model or self._run.exchange is not None:
                 self._comparison.compare(intent)
             self._comparison.intend(intent)
         self._shares.prepare(loss_fn, batch)

@@ -19,6 +19,7 @@ from unisono.state.policy import check_tag
 from unisono.state.weight_files import SUFFIXES, write_weights
 from unisono.text import a_type
 from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.evaluation_history import evaluations_since_improvement
 from unisono.trainer.loop import Loop
 from unisono.trainer.rank_errors import raised_on_all
@@ -131,21 +132,23 @@ class Storage:
         parts = self._parts
 
         gathering, is_divided = parts.gathering, False
+        tables = gathering if isinstance(gathering, DividedTables) else None
+        into = None if tables is None else tables.into()
 
         def read() -> Source | None:
             parts.keeper.settle()
             if path != _BEST:
-                return read_source(where, ema=ema, key=key, one_by_one=is_divided)
+                return read_source(where, ema=ema, key=key, one_by_one=is_divided, into=into)
             if parts.keeper.best is None:
                 raise CheckpointError('load("best") needs a run with a directory and Checkpoints(best=...)')
             if parts.keeper.best.needs_checkpoint(parts.cursor.total_steps) and not ema:
                 return None  # the present weights are the best ones, and will be saved
-            return read_source(parts.keeper.best.path(), ema=ema, key=key, one_by_one=is_divided)
+            return read_source(parts.keeper.best.path(), ema=ema, key=key, one_by_one=is_divided, into=into)
 
         def load() -> LoadedWeights:
             nonlocal is_divided
             self._compare(call)
-            if isinstance(gathering, ShardGathering) and gathering.divide_again():
+            if (isinstance(gathering, ShardGathering) and gathering.divide_again()) or tables is not None:
                 is_divided = True
             elif gathering is not None:
                 gathering.gather(everywhere=True)
@@ -156,6 +159,7 @@ class Storage:
                 read,
                 strict=strict,
                 warn=lambda message: self._log.emit("warning", message=message),
+                tables=tables,
             )
             if loaded is None:
                 return LoadedWeights("the present weights", [], [])
@@ -197,11 +201,19 @@ class Storage:
             )
         flag("ema", ema)
         parts = self._parts
+        if isinstance(parts.gathering, DividedTables) and not SUFFIXES[file.suffix]:
+            raise ValueError(
+                f"path={str(path)!r}: tables are divided over ranks, and a file of torch.save would be made in the "
+                "memory of one of them: give a name that ends in .safetensors"
+            )
         modules: Mapping[str, Any] = self._averaged() if ema else parts.modules
         call = f"trainer.export({str(path)!r}, ema={ema})"
 
         def write() -> None:
             self._compare(call)
+            if isinstance(parts.gathering, DividedTables):
+                parts.gathering.export(file)
+                return
             if parts.gathering is not None:
                 parts.gathering.gather(everywhere=False)
             with raised_on_all(parts.run.world, "trainer.export"):

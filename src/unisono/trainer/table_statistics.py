@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.watch import EventLog
 from unisono.watch.event_kinds import TableFigures
@@ -33,6 +34,8 @@ class _Counted:
 
     def __init__(self, module: RowTable | BagTable, most: int) -> None:
         self.module, self._most = module, most
+        # Of rows that are divided over ranks, this rank knows its own alone.
+        self._rows = None if isinstance(module.rows, LazyRows) and module.rows.owners is not None else module.rows
         self.looked_up = 0
         """Ids of the step, of which `sample` has some."""
         self.sample: list[Tensor] = []
@@ -49,8 +52,8 @@ class _Counted:
         flat = ids.detach().reshape(-1)
         self.looked_up += len(flat)
         some = flat[:: -(-len(flat) // self._most)].long()
-        if self.module.rows is not None:
-            self.hits += int((self.module.rows.find(some) >= 0).sum())
+        if self._rows is not None:
+            self.hits += int((self._rows.find(some) >= 0).sum())
         self.sample.append(some.cpu())
 
     def figures(self) -> TableFigures | None:
@@ -61,7 +64,7 @@ class _Counted:
         sampled, looked_up, hits = int(numbers.sum()), self.looked_up, self.hits
         self.sample, self.looked_up, self.hits = [], 0, 0
         self._count(ids, numbers)
-        weight, rows = self.module.weight, self.module.rows
+        weight, rows = self.module.weight, self._rows
         found: TableFigures = {
             "rows": len(weight) if rows is None else rows.count,
             "capacity": len(weight),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +24,9 @@ from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.codec import decode_dtype
 from unisono.state.digest import same_memory
 from unisono.state.manifest import MANIFEST
-from unisono.state.tensor_file import TensorFile
+from unisono.state.tensor_file import TensorFile, TensorRange
 from unisono.state.weight_files import open_weights, read_weights
+from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.restoration import listed
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
@@ -77,8 +79,24 @@ class Weights:
         """Return a tensor with its values."""
         return self.forms[name] if self._file is None else self._file.read_tensor(self._names[name])
 
+    def rows(self, name: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Return rows start <= row < stop of a tensor with their values, as another type."""
+        form = self.forms[name]
+        if self._file is None:
+            return form[start:stop].to(dtype).contiguous()
+        rows = torch.empty((stop - start, *form.shape[1:]), dtype=form.dtype)
+        self._file.read([TensorRange(self._names[name], start * form[:1].numel(), rows)])
+        return rows.to(dtype)
 
-def read_source(path: Path, *, ema: bool, key: str | None, one_by_one: bool = False) -> Source:
+
+def read_source(
+    path: Path,
+    *,
+    ema: bool,
+    key: str | None,
+    one_by_one: bool = False,
+    into: Mapping[tuple[str, str], Tensor] | None = None,
+) -> Source:
     """Read the weights in a file, a checkpoint, or the newest good checkpoint of a run's directory.
 
     Args:
@@ -86,7 +104,8 @@ def read_source(path: Path, *, ema: bool, key: str | None, one_by_one: bool = Fa
         ema: Read averaged weights as the weights.
         key: See `read_weights`.
         one_by_one: Only check the content, and read each tensor when it is asked for. A file of torch.save is read as a
-            whole.
+            whole, and so is a checkpoint with changed rows.
+        into: Memory for tensors of such a checkpoint; see `CheckpointStore.load`.
 
     Raises:
         CheckpointError: There is nothing to read, it is damaged, or it has no averaged weights.
@@ -100,7 +119,7 @@ def read_source(path: Path, *, ema: bool, key: str | None, one_by_one: bool = Fa
         )
     if key is not None:
         raise CheckpointError(f"key={key!r} is for files of torch.save, and {path} is a folder: leave key out")
-    where, groups, warnings = _read_checkpoint(path, ["model", "ema"], one_by_one=one_by_one)
+    where, groups, warnings = _read_checkpoint(path, ["model", "ema"], one_by_one=one_by_one, into=into)
     if "model" not in groups:
         raise CheckpointError(f"{where} holds no weights of models; it has {listed(groups)}")
     if ema and "ema" not in groups:
@@ -110,7 +129,7 @@ def read_source(path: Path, *, ema: bool, key: str | None, one_by_one: bool = Fa
 
 
 def _read_checkpoint(
-    path: Path, groups: Sequence[str], *, one_by_one: bool
+    path: Path, groups: Sequence[str], *, one_by_one: bool, into: Mapping[tuple[str, str], Tensor] | None
 ) -> tuple[str, dict[str, Weights], list[str]]:
     resolved = path.resolve()  # a link, such as that to the best one
     is_one = (resolved / MANIFEST).exists()
@@ -120,7 +139,7 @@ def _read_checkpoint(
     damaged: list[str] = []
     for info in listed:
         try:
-            found = _read_groups(store, info, groups, one_by_one=one_by_one)
+            found = _read_groups(store, info, groups, one_by_one=one_by_one, into=into)
         except CorruptCheckpointError as error:
             if is_one:
                 raise
@@ -136,11 +155,16 @@ def _read_checkpoint(
 
 
 def _read_groups(
-    store: CheckpointStore, info: CheckpointInfo, groups: Sequence[str], *, one_by_one: bool
+    store: CheckpointStore,
+    info: CheckpointInfo,
+    groups: Sequence[str],
+    *,
+    one_by_one: bool,
+    into: Mapping[tuple[str, str], Tensor] | None,
 ) -> dict[str, Weights]:
     checkpoint = store.open(info) if one_by_one else None
     if checkpoint is None or checkpoint.has_increments:
-        return {name: Weights(tensors) for name, tensors in store.load(info, groups=groups).groups.items()}
+        return {name: Weights(tensors) for name, tensors in store.load(info, groups=groups, into=into).groups.items()}
     checkpoint.verify()
     return {name: _of_file(checkpoint.group(name), named=False) for name in groups if name in checkpoint.groups}
 
@@ -213,6 +237,7 @@ def load_weights(
     *,
     strict: bool,
     warn: Callable[[str], None],
+    tables: DividedTables | None = None,
 ) -> LoadedWeights | None:
     """Replace the values of models, and of their averages, by those that rank 0 reads. Every rank must call it.
 
@@ -225,6 +250,7 @@ def load_weights(
         read: Reads the source, on rank 0; None stands for the weights that the models have.
         strict: True to refuse a source that does not have exactly the names of the models.
         warn: Called with sentences for the user.
+        tables: Tables that are divided over ranks, whose rows go to their owners in chunks.
 
     Returns:
         The result, or None if nothing was read.
@@ -269,6 +295,10 @@ def load_weights(
         warn(message)
     with writes.writing() as write:
         for name in common:
+            if tables is not None and name in tables.names:
+                rows = None if source is None else partial(source.weights.rows, name, own[name].dtype)
+                tables.load(name, rows)
+                continue
             value = _received(world, weights[name], None if source is None else source.weights.value(name))
             if name in own:
                 write(own[name], value)

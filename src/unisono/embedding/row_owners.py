@@ -1,0 +1,52 @@
+"""Which rank has which rows of a table that is divided over ranks. Pure.
+
+Rows are dealt in blocks, by a hash of the number of the block: often the first ids are the frequent ones, and they
+spread over ranks. A block of a large table is a page of memory, so no page is needed on two ranks.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from unisono.embedding.initial_rows import mixed
+from unisono.embedding.zero_memory import LEAST_NBYTES, PAGE_NBYTES
+
+__all__ = ["RowOwners"]
+
+
+class RowOwners:
+    """The owners of the rows of one table.
+
+    Args:
+        rows: The number of rows.
+        row_nbytes: The size of a row.
+        rank: This rank.
+        ranks: The number of ranks.
+
+    >>> import torch
+    >>> owners = RowOwners(100_000, 64, rank=0, ranks=3)
+    >>> owners.block_length, torch.bincount(owners.of(torch.arange(100_000))).tolist()
+    (64, [31168, 33568, 35264])
+    """
+
+    def __init__(self, rows: int, row_nbytes: int, *, rank: int, ranks: int) -> None:
+        self._rank, self._ranks = rank, ranks
+        # Of a small table pages would be few, and it has no pages of its own.
+        is_small = rows * row_nbytes < LEAST_NBYTES
+        self._bits = 0 if is_small else (PAGE_NBYTES // math.gcd(PAGE_NBYTES, row_nbytes)).bit_length() - 1
+
+    @property
+    def block_length(self) -> int:
+        """The number of rows that follow each other on a rank."""
+        return 1 << self._bits
+
+    def of(self, ids: Tensor) -> Tensor:
+        """Return the rank that has each row, [n], int64."""
+        owners: Tensor = mixed(ids >> self._bits).bitwise_right_shift_(33).bitwise_and_(2**31 - 1)
+        return owners.remainder_(self._ranks)
+
+    def own(self, ids: Tensor) -> Tensor:
+        """Return True for each row that this rank has, [n]."""
+        return self.of(ids) == self._rank

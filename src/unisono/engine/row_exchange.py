@@ -1,0 +1,226 @@
+"""Lookups in tables whose rows are divided over ranks: rows of others come in rounds in which all ranks take part.
+
+Within a step, an evaluation or a prediction, a rank that needs rows of others begins a round: ranks tell each other how
+many they ask for, then which, then send the rows. Ranks need not look up equally often. One that is through with its
+samples, or has failed, answers the others in further rounds until all are through (`RowExchange.drain`). What has come
+is kept until the next step, since rows do not change within one. Start reading at `RowExchange.look_up`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.collectives.world import World
+from unisono.embedding.id_order import ordered_ids
+from unisono.embedding.lazy_rows import LazyRows
+from unisono.embedding.row_owners import RowOwners
+from unisono.errors import UnisonoError
+from unisono.job.current import confirm_group
+from unisono.job.user_function import uncounted_collectives
+
+__all__ = ["DividedTable", "FetchedRows", "RowExchange"]
+
+_MOST_NBYTES = 64 << 20
+"""The rows of others that an evaluation keeps."""
+_NOTHING = -1
+"""Stands for the number of a table in the message of a rank that asks for no rows."""
+
+
+class DividedTable(NamedTuple):
+    """A table whose rows are divided over ranks."""
+
+    name: str
+    weight: Tensor
+    """[rows, dim], with the rows that this rank has, and zeros."""
+    rows: LazyRows
+    owners: RowOwners
+    padding: int | None
+    """An id whose row reads as zeros as long as it has not been written; None: there is none."""
+
+    @property
+    def row_nbytes(self) -> int:
+        """The size of a row."""
+        return self.weight.shape[1] * self.weight.element_size()
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Return the values of rows that this rank has, [n, dim]."""
+        source, places = self.rows.locate_own(self.weight.detach(), ids, padding=self.padding)
+        return source.index_select(0, places)
+
+
+class FetchedRows:
+    """Rows of other ranks, by id.
+
+    >>> fetched = FetchedRows(torch.empty(0, 2))
+    >>> fetched.add(torch.tensor([3, 7]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    >>> fetched.places(torch.tensor([7, 5])).tolist(), fetched.values[1].tolist()
+    ([1, -1], [3.0, 4.0])
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._count = 0
+        self.values = like.new_empty((0, like.shape[1]))
+        """The rows, and room for more behind them."""
+        self._ids = self._places = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the rows."""
+        return self._count * self.values.shape[1] * self.values.element_size()
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Return where in `values` the row of each id is, [n]; -1 for those that are not there."""
+        if not self._count:
+            return torch.full_like(ids, -1)
+        found = torch.searchsorted(self._ids, ids).clamp_(max=self._count - 1)
+        return torch.where(self._ids[found] == ids, self._places[found], -1)
+
+    def add(self, ids: Tensor, values: Tensor) -> None:
+        """Add rows of different ids that are not there yet."""
+        start, self._count = self._count, self._count + len(ids)
+        if self._count > len(self.values):
+            larger = self.values.new_empty((max(2 * start, self._count), values.shape[1]))
+            larger[:start] = self.values[:start]
+            self.values = larger
+        self.values[start : self._count] = values
+        every = torch.cat([self._ids, ids])
+        self._ids, order = torch.sort(every)
+        self._places = torch.cat([self._places, torch.arange(start, self._count)])[order]
+
+
+class RowExchange:
+    """The lookups of one run in its divided tables. Every rank must make it.
+
+    The calls are `begin`, `look_up` as often as this rank needs, and `drain`. It has a process group of its own, so
+    what else is on its way does not matter. Traffic: the distinct ids of a step that other ranks have, 8 bytes each,
+    and their rows; and some numbers for each pair of ranks in each round.
+
+    Args:
+        world: The ranks.
+        tables: The tables, the same on all ranks.
+    """
+
+    def __init__(self, world: World, tables: Sequence[DividedTable]) -> None:
+        self._world, self.tables = world, tables
+        self._group = dist.new_group(timeout=timedelta(seconds=world.timeout_s))
+        self._fetched = [FetchedRows(table.weight) for table in tables]
+        self._is_open = self._keeps = self._is_broken = False
+        self.steps = 0
+        """The number of steps that have begun."""
+        self.sent_nbytes = 0
+        """The bytes of ids and rows that this rank has sent to others."""
+        for number, table in enumerate(tables):
+            table.rows.look_up = partial(self.look_up, number)
+
+    def begin(self, *, is_step: bool) -> None:
+        """Begin a step, or an evaluation, which writes no rows. Every rank must call it; local."""
+        self._fetched = [FetchedRows(table.weight) for table in self.tables]
+        self._is_open, self._keeps = True, is_step
+        self.steps += is_step
+
+    @torch.no_grad()
+    def look_up(self, number: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows of the different ones among some ids, [m, dim], and the place of each id among them, [n].
+
+        Args:
+            number: The number of the table.
+            ids: [n], int64.
+
+        Raises:
+            UnisonoError: Neither a step nor an evaluation is under way, or the exchange has failed.
+        """
+        table = self.tables[number]
+        ordered, order = ordered_ids(ids)
+        distinct, inverse = torch.unique_consecutive(ordered, return_inverse=True)
+        places = torch.empty_like(order).index_copy_(0, order, inverse)
+        values = table.weight.new_empty((len(distinct), table.weight.shape[1]))
+        owners = table.owners.of(distinct)
+        is_own = owners == self._world.rank
+        own, others = is_own.nonzero().view(-1), (~is_own).nonzero().view(-1)
+        if len(own):
+            values.index_copy_(0, own, table.read(distinct[own]))
+        if len(others):
+            values.index_copy_(0, others, self._of_others(number, distinct[others], owners[others]))
+        return values, places
+
+    def drain(self) -> None:
+        """Answer other ranks until all are through. Every rank must call it, once after each `begin`, or more often."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        nothing = torch.empty(0, dtype=torch.int64)
+        is_done = self._is_broken
+        while not is_done:
+            is_done, _ = self._round(_NOTHING, nothing, nothing)
+
+    def _of_others(self, number: int, ids: Tensor, owners: Tensor) -> Tensor:
+        """Return the rows of different ids, ascending, that other ranks have."""
+        table, fetched = self.tables[number], self._fetched[number]
+        places = fetched.places(ids)
+        missing = (places < 0).nonzero().view(-1)
+        if len(missing):
+            if not self._is_open:
+                raise UnisonoError(
+                    f"table {table.name!r} is divided over ranks, and rows of other ranks come where all ranks look "
+                    "up: in the loss function of trainer.step, before backward, and in functions of trainer.evaluate "
+                    "and trainer.predict. Look up there."
+                )
+            if not self._keeps and fetched.nbytes > _MOST_NBYTES:
+                self._fetched[number] = fetched = FetchedRows(table.weight)
+                missing = torch.arange(len(ids))
+            wanted = ids[missing]
+            fetched.add(wanted, self._round(number, wanted, owners[missing])[1])
+            places = fetched.places(ids)
+        return fetched.values.index_select(0, places)
+
+    def _round(self, number: int, ids: Tensor, owners: Tensor) -> tuple[bool, Tensor]:
+        """Ask other ranks for rows of one table, or for nothing, and answer them.
+
+        Returns:
+            True if all ranks are through; and the rows, in the order of `ids`.
+        """
+        if self._is_broken:
+            raise UnisonoError("rows of other ranks do not come any more, since an earlier exchange has failed")
+        self._is_broken = True  # unless all of it succeeds
+        with uncounted_collectives():
+            result = self._exchanged(number, ids, owners)
+        confirm_group()
+        self._is_broken = False
+        return result
+
+    def _exchanged(self, number: int, ids: Tensor, owners: Tensor) -> tuple[bool, Tensor]:
+        size, rank = self._world.size, self._world.rank
+        order = torch.argsort(owners, stable=True)
+        counts = torch.bincount(owners, minlength=size)
+        own = torch.cat([torch.tensor([int(self._is_open), number]), counts])
+        heads = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(heads, own, group=self._group)
+        told: list[list[int]] = torch.stack(heads).tolist()
+        row_nbytes = [0 if each[1] == _NOTHING else self.tables[each[1]].row_nbytes for each in told]
+        is_done = not any(each[0] for each in told)
+        if not any(row_nbytes):
+            return is_done, torch.empty(0)
+        wanted, asked = told[rank][2:], [each[2 + rank] for each in told]
+        theirs = torch.empty(sum(asked), dtype=torch.int64)
+        dist.all_to_all_single(theirs, ids.index_select(0, order), asked, wanted, group=self._group)
+        sent = [count * nbytes for count, nbytes in zip(asked, row_nbytes, strict=True)]
+        answer = torch.empty(sum(sent), dtype=torch.uint8)
+        for place, of_rank, head in zip(torch.split(answer, sent), torch.split(theirs, asked), told, strict=True):
+            if len(of_rank):
+                place.copy_(self.tables[head[1]].read(of_rank).view(-1).view(torch.uint8))
+        received = torch.empty(sum(wanted) * row_nbytes[rank], dtype=torch.uint8)
+        taken = [count * row_nbytes[rank] for count in wanted]
+        dist.all_to_all_single(received, answer, taken, sent, group=self._group)
+        self.sent_nbytes += ids.nbytes + sum(sent)
+        if number == _NOTHING:
+            return is_done, received
+        table = self.tables[number].weight
+        values = table.new_empty((len(ids), table.shape[1]))
+        return is_done, values.index_copy_(0, order, received.view(table.dtype).view(len(ids), -1))

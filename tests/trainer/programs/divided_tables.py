@@ -1,0 +1,223 @@
+"""Train tables whose rows are divided over ranks, and print digests: `divided_tables.py KINDS [DIRECTORY [STEPS]]`.
+
+With DIVIDED=0 in the environment, each rank has whole tables.
+"""
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+from unisono.embedding import (
+    SGD,
+    Adagrad,
+    Adam,
+    RowwiseAdagrad,
+    RowwiseAdam,
+    Table,
+    Tables,
+    dense_parameters,
+    export_rows,
+)
+from unisono.errors import NonFiniteLossError
+from unisono.state.digest import digest
+
+RULES = [SGD(lr=0.1, weight_decay=0.1), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1), Adam(lr=0.1), RowwiseAdam(lr=0.1)]
+DIVIDED = os.environ.get("DIVIDED") != "0"
+
+
+class Net(nn.Module):
+    """A large table of words that is used twice, one of bags, and one of two rows that only some virtual ranks use."""
+
+    def __init__(self, rule):
+        super().__init__()
+        torch.manual_seed(3)
+        tables = Tables(
+            {
+                "words": Table(rows=50_000, dim=6, optimizer=rule, init_std=0.1, padding_idx=5),
+                "bags": Table(
+                    rows=400, dim=8, pooling="mean", padding_idx=0, optimizer=RowwiseAdagrad(lr=0.1), init_std=0.2
+                ),
+                "rare": Table(rows=2, dim=6, optimizer=SGD(lr=0.1, clip_row_norm=0.01), init_std=1.0),
+            },
+            divided=DIVIDED,
+        )
+        self.words, self.bags, self.rare = tables["words"], tables["bags"], tables["rare"]
+        self.middle, self.last = nn.Linear(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.words(x[:, :2]).mean(1) + self.words(x[:, 2])
+        y = y + self.middle(self.bags((x[:, 3:] % 400) * (x[:, 3:] % 3 == 0)))
+        if x[0, 0] % 8 == 0:
+            y = y + self.rare(x[:, 0] % 2)
+        return self.last(y)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    # Few words are frequent, and so are in the shares of several virtual ranks. The last batch has 3 samples.
+    words = (50_000 * torch.rand(83, 5, generator=generator) ** 3).long()
+    return TensorDataset(words, torch.randint(0, 3, (83,), generator=generator))
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def make(rule, **options):
+    model = Net(rule)
+    optimizer = torch.optim.AdamW(dense_parameters(model), lr=0.01)
+    return unisono.Trainer(model, optimizer, virtual_ranks=5, engine="collective", progress=False, **options)
+
+
+def train(rule, *, steps=6, micro_batch_size=None, **options):
+    trainer = make(rule, **options)
+    for _ in trainer.epochs(9, max_steps=steps):
+        for batch in trainer.batches(data(), batch_size=20, micro_batch_size=micro_batch_size):
+            trainer.step(loss, batch)
+    return trainer
+
+
+def rules():
+    """Each rule, one of them with micro-batches."""
+    return {
+        type(rule).__name__: train(rule, micro_batch_size=2 if isinstance(rule, RowwiseAdam) else None).digest()
+        for rule in RULES
+    }
+
+
+def clipped():
+    """A step that needs the gradient of all rows."""
+    return {"clipped": train(Adam(lr=0.1), clip_grad_norm=0.05).digest()}
+
+
+def steps():
+    """Steps that fail on all ranks change nothing; evaluation, prediction and exports read all rows."""
+    trainer = make(RowwiseAdagrad(lr=0.1))
+    folder = Path(sys.argv[2])
+
+    def halve(model):
+        for p in model.parameters():
+            if p.grad is not None:
+                (p.grad._values() if p.grad.is_sparse else p.grad).mul_(0.5)
+
+    for batch in trainer.batches(data(), batch_size=20):
+        before = trainer.digest()
+        for bad, error in (
+            (lambda model, b: loss(model, b) * torch.where(b[1] > 0, torch.nan, 1.0), NonFiniteLossError),
+            (lambda model, b: loss(model, (b[0] + 50_000, b[1])), IndexError),
+        ):
+            if batch.step == 1:
+                try:
+                    trainer.step(bad, batch)
+                except error:
+                    assert trainer.digest() == before
+                else:
+                    raise AssertionError("no exception")
+        if DIVIDED and trainer.world_size > 1:
+            try:
+                trainer.step(loss, batch, encode=lambda model, b: model(b[0]))
+            except ValueError as error:
+                assert "rows of other ranks come in one" in str(error), error
+            else:
+                raise AssertionError("no exception")
+        trainer.step(loss, batch, on_gradients=halve if batch.step == 2 else None)
+    outputs = trainer.predict(lambda model, batch: model(batch[0]), data(), batch_size=20)
+    read = digest({"outputs": outputs, "mean": float(trainer.evaluate(loss, data(), batch_size=20))})
+    trainer.export(folder / "model.safetensors")
+    export_rows(trainer.model.words, folder / "words.safetensors")
+    files = [hashlib.sha256((folder / f"{name}.safetensors").read_bytes()).hexdigest() for name in ("model", "words")]
+    loaded = make(RowwiseAdagrad(lr=0.1))
+    loaded.load(folder / "model.safetensors")
+    check_parts(trainer)
+    return {"steps": trainer.digest(), "read": read, "model": files[0], "words": files[1], "loaded": loaded.digest()}
+
+
+def check_parts(trainer):
+    """Each rank has rows of its own; what needs others by hand is refused."""
+    if not DIVIDED or trainer.world_size == 1:
+        return
+    words = trainer.model.words
+    assert torch.equal(words.weight.ne(0).any(1), words.rows.written.bool())
+    counts = unisono.comm.all_gather(words.rows.count)
+    assert all(0 < count < 0.9 * sum(counts) for count in counts), counts
+    for call, text in (
+        (lambda: words(torch.arange(0, 50_000, 99)), "rows of other ranks come where all ranks look up"),
+        (trainer.model.state_dict, "no state_dict has its rows"),
+        (lambda: trainer.model.load_state_dict({"words.weight": words.weight.detach()}), "trainer.load"),
+    ):
+        try:
+            call()
+        except unisono.errors.UnisonoError as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(text)
+
+
+def saved():
+    """A run that begins or goes on in a directory, in mid-epoch."""
+    return {"saved": train(Adam(lr=0.1), steps=int(sys.argv[3]), directory=sys.argv[2]).digest()}
+
+
+def traffic():
+    """What ranks send in a step depends on its ids, not on the rows that there are; a row comes once in a step."""
+    sent = []
+    for rows in (1000, 200_000):
+        tables = Tables({"item": Table(rows=rows, dim=16, init_std=0.1, optimizer=SGD(lr=0.1))}, divided=True)
+        model = nn.Sequential(tables["item"], nn.Flatten(), nn.Linear(48, 3))
+        trainer = unisono.Trainer(model, tables.optimizer, virtual_ranks=4, engine="collective", progress=False)
+        ids = torch.arange(1000)[:, None].expand(-1, 3)[torch.arange(400) % 100]
+        for batch in trainer.batches(TensorDataset(ids, torch.arange(400) % 3), batch_size=200, micro_batch_size=10):
+            trainer.step(lambda model, b: loss(model, b) + loss(model, b), batch)
+        sent.append(sum(unisono.comm.all_gather(trainer._run.exchange.sent_nbytes)))
+    # Two ranks, two steps: at most 100 ids of 8 bytes and rows of 64 on each.
+    assert 0 < min(sent) <= max(sent) <= 2 * 2 * 100 * (8 + 64), sent
+    return {}
+
+
+def fails():
+    """The loss function of one rank fails, while others still look rows up."""
+    trainer = make(SGD(lr=0.1))
+
+    def one_fails(model, batch):
+        if trainer.rank == 1:
+            raise ValueError("of rank 1 alone")
+        return loss(model, batch) + model.words(batch[0][:, 0] * 0 + torch.arange(len(batch[0])) * 999).sum(1)
+
+    for batch in trainer.batches(data(), batch_size=20):
+        trainer.step(one_fails if batch.step == 2 else loss, batch)
+    return {}
+
+
+def killed():
+    """A rank is killed after two checkpoints; the launcher starts all again."""
+    directory = Path(sys.argv[2])
+    trainer = make(Adam(lr=0.1), directory=directory, checkpoints=unisono.Checkpoints(every_steps=2))
+    for _ in trainer.epochs(9, max_steps=9):
+        for batch in trainer.batches(data(), batch_size=20):
+            trainer.step(loss, batch)
+            if trainer.steps_done == 6 and trainer.rank == 1 and not (directory / "killed").exists():
+                (directory / "killed").touch()
+                os.kill(os.getpid(), 9)
+    return {"saved": trainer.digest()}
+
+
+unisono.init()
+KINDS = {
+    "rules": rules,
+    "clipped": clipped,
+    "steps": steps,
+    "saved": saved,
+    "traffic": traffic,
+    "fails": fails,
+    "killed": killed,
+}
+for kind in sys.argv[1].split(","):
+    for name, sha in KINDS[kind]().items():
+        unisono.print0(f"{name} = {sha}")

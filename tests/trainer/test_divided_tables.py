@@ -1,0 +1,78 @@
+"""Tables whose rows are divided over ranks: the bits of one rank with whole tables, in each part of a run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.digests import digests
+from unisono.embedding import SGD, Table, Tables
+
+PROGRAM = Path(__file__).parent / "programs" / "divided_tables.py"
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(fork_python, tmp_path_factory):
+    return digests(fork_python(PROGRAM, "clipped,steps", tmp_path_factory.mktemp("tables")), least=6)
+
+
+def test_rows_that_are_divided_have_the_bits_of_whole_tables(fork_ranks, on_one_rank, tmp_path):
+    lines = fork_ranks(3, PROGRAM, "clipped,steps", tmp_path).lines()
+    assert digests([line.split("] ", 1)[-1] for line in lines], least=6) == on_one_rank
+    assert len({*on_one_rank.values()}) == len(on_one_rank)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_each_rule_has_the_bits_of_whole_tables(fork_ranks, fork_python, on_one_rank, tmp_path, n):
+    expected = on_one_rank | digests(fork_python(PROGRAM, "rules", tmp_path), least=5)
+    lines = fork_ranks(n, PROGRAM, "rules,clipped,steps", tmp_path).lines()
+    assert digests([line.split("] ", 1)[-1] for line in lines], least=11) == expected
+
+
+def test_a_run_goes_on_with_other_numbers_of_ranks(fork_ranks, fork_python, tmp_path):
+    (expected,) = digests(fork_python(PROGRAM, "saved", tmp_path / "whole", 9), least=1).values()
+    for n, steps in ((3, 3), (1, 6)):
+        fork_ranks(n, PROGRAM, "saved", tmp_path / "parts", steps)
+    lines = fork_ranks(2, PROGRAM, "saved", tmp_path / "parts", 9).lines()
+    assert f"saved = {expected}" in "\n".join(lines)
+    assert len([*(tmp_path / "parts" / "checkpoints").glob("step-*")]) == 3
+
+
+def test_traffic_grows_with_the_ids_of_a_step_alone(fork_ranks):
+    fork_ranks(2, PROGRAM, "traffic")
+
+
+def test_a_rank_that_fails_answers_the_others_first(fork_ranks):
+    job = fork_ranks(3, PROGRAM, "fails", code=None, watched=False)
+    assert all(job.codes)
+    assert job.err.count("ValueError: of rank 1 alone") == 1 and "[1]" in job.err
+    assert job.err.count("unisono.errors.PeerError") >= 2
+
+
+@pytest.mark.soak
+def test_a_killed_rank_sends_all_back_to_the_last_checkpoint(run_ranks, fork_python, tmp_path):
+    (expected,) = digests(fork_python(PROGRAM, "saved", tmp_path / "calm", 9), least=1).values()
+    job = run_ranks(3, PROGRAM, "killed", tmp_path / "run", flags=["--max-restarts", 1])
+    assert f"saved = {expected}" in job.out
+    assert "rows of an embedding table that is divided over ranks die with the rank that has them" in job.err
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"capacity": 9}, "it has capacity=.*give rows="),
+        ({"rows": 9}, "it needs init_std="),
+        ({"rows": 9, "init_std": 0.1, "directory": "."}, "it has directory=.*leave one of the two out"),
+    ],
+)
+def test_tables_that_cannot_be_divided_are_refused(settings, why):
+    with pytest.raises(ValueError, match=f"divided=True is not possible for table 'item': {why}"):
+        Tables({"item": Table(dim=2, optimizer=SGD(lr=0.1), **settings)}, divided=True)
+
+
+def test_a_host_needs_room_for_its_part(monkeypatch):
+    settings = {"item": Table(rows=1 << 37, dim=2, init_std=0.1, optimizer=SGD(lr=0.1))}
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(MemoryError, match=r"this host's part of the tables, 0\.25 of rows and state, takes"):
+        Tables(settings, divided=True)
