@@ -8,7 +8,8 @@ is lookup, backward and update of one process with one thread: with `Adam` again
 `RowwiseAdagrad` in a dynamic table with random ids of 64 bits, all of which have rows, against fixed rows. The last row
 is the same with SGD on a table of 50 million rows against one of 100 000: what a step costs must not depend on the rows
 that there are, except for what the caches hold. Between them are steps of two ranks and one server, in each mode of
-consistency, against two ranks that update the rows themselves (`scripts/table_servers.py`).
+consistency, against two ranks that update the rows themselves (`scripts/table_servers.py`); and steps of two ranks that
+divide the rows of a table, against two with a copy each, both over gloo (`scripts/divided_tables.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = ["run"]
 _ROWS = (30, 100_000, 1_000_000)
 _BAGS, _IDS, _DIM, _CLASSES = 256, 8, 16, 8
 _RATE = 0.05
-_SCRIPT = Path(__file__).parent / "scripts" / "table_servers.py"
+_SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def run(effort: Effort) -> Iterator[Row]:
@@ -49,7 +50,8 @@ def run(effort: Effort) -> Iterator[Row]:
     for rows in _ROWS[:1] if effort.quick else _ROWS:
         yield from run_ranks(_against_ddp, 2, effort, rows)
     for mode in ("sync", "bounded(4)", "async"):
-        yield _with_server(effort, mode)
+        yield _in_a_job(effort, "table_servers.py", mode, flags=("--servers", "1"))
+    yield _in_a_job(effort, "divided_tables.py", flags=("--cpu-backend", "gloo"))
     kernels = [(1000, 8, 64, 4)] if effort.quick else [(100_000, 16, 2048, 8), (1_000_000, 64, 4096, 10)]
     for rows, dim, bags, ids in kernels:
         yield _kernel(effort, rows, dim, bags, ids)
@@ -126,14 +128,15 @@ def _against_ddp(effort: Effort, rows: int) -> list[Row]:
     ]
 
 
-def _with_server(effort: Effort, mode: str) -> Row:
+def _in_a_job(effort: Effort, script: str, *arguments: str, flags: Sequence[str]) -> Row:
+    """Return the row that a script measures on two ranks."""
     rows = 1000 if effort.quick else 100_000
-    command = [sys.executable, "-m", "unisono", "run", "-n", "2", "--servers", "1", str(_SCRIPT)]
+    command = [sys.executable, "-m", "unisono", "run", "-n", "2", *flags, str(_SCRIPTS / script), *arguments]
     done = subprocess.run(
-        [*command, mode, str(rows), str(effort.rounds(40))], capture_output=True, text=True, check=False, timeout=600
+        [*command, str(rows), str(effort.rounds(40))], capture_output=True, text=True, check=False, timeout=600
     )
     if done.returncode:
-        raise RuntimeError(f"the job with a server ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"the job of {script} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return row_from_json(done.stdout.partition("] ")[2])
 
 
