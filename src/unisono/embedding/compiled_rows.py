@@ -102,16 +102,7 @@ def number_rows_by_compiled(  # noqa: PLR0917  as `row_optimizers.change_rows`
     state: Mapping[str, Tensor],
     group: Mapping[str, Any],
 ) -> None:
-    """Compute what an update makes of whole rows, without changing them: the first part of `update_by_compiled`.
-
-    Args:
-        rule: The rule.
-        rows: Copies of the table's rows, [n, dim], for which `is_compilable` is true; read with weight decay only.
-        gradient: Their gradients, [n, dim].
-        factors: Gets the factors of rows for `clip_row_norm`, [n]; left alone without that.
-        state: Copies of the state with a number for each row, [n], which are changed.
-        group: The settings.
-    """
+    """Compute what an update makes of whole rows; see `row_updates.number_rows`."""
     stores, which = {"weight": rows, "factors": factors, **state}, torch.arange(len(gradient))
     _call_update(rule, "row numbers", stores, which, gradient, group, 1.0, dim=gradient.shape[1])
 
@@ -125,17 +116,7 @@ def change_columns_by_compiled(  # noqa: PLR0917  as `row_optimizers.change_rows
     group: Mapping[str, Any],
     step: float,
 ) -> None:
-    """Change columns of rows: the second part of `update_by_compiled`.
-
-    Args:
-        rule: The rule.
-        rows: Copies of columns of the table's rows, [n, columns], for which `is_compilable` is true.
-        gradient: These columns of their gradients, [n, columns].
-        factors: What `number_rows_by_compiled` has made, [n].
-        state: What it has made, [n], and copies of the columns of the other state, [n, columns], which are changed.
-        group: The settings.
-        step: The number of this update of the table, from 1.
-    """
+    """Change columns of rows; see `row_updates.change_columns`."""
     stores, which = {"weight": rows, "factors": factors, **state}, torch.arange(len(rows))
     _call_update(rule, "columns", stores, which, gradient, group, step, dim=rows.shape[1])
 
