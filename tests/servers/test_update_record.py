@@ -10,6 +10,7 @@ import torch
 from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam
 from unisono.embedding.compiled_rows import row_kernel_name
 from unisono.embedding.row_memory import RowStore
+from unisono.errors import RankMismatchError
 from unisono.server_page import ServerPage
 from unisono.servers import (
     RowLayout,
@@ -38,7 +39,7 @@ class Ended(BaseException):
 class Tables:
     """Two tables in shared memory, with a session of two ranks, which this process stands for."""
 
-    def __init__(self, rules, *, placement="hash", servers=SERVERS, dim=DIM) -> None:
+    def __init__(self, rules, *, placement="hash", servers=SERVERS, dim=DIM, row_kernel=None) -> None:
         self.rules, self.dim = rules, dim
         has_columns = placement == "column" and servers > 1
         generator = torch.Generator().manual_seed(7)
@@ -73,7 +74,7 @@ class Tables:
         self.segments += [control, slots]
         session = SessionRecord(
             pids=(os.getpid(),) * RANKS,
-            row_kernel=row_kernel_name(),
+            row_kernel=row_kernel or row_kernel_name(),
             servers=servers,
             placement=placement,
             ring=RING,
@@ -178,6 +179,13 @@ def test_a_server_that_ends_at_any_moment_applies_each_update_once(ends, monkeyp
         assert control.rows_applied(in_columns=in_columns) == control.rows_given()
         repaired += control.repaired
     assert repaired > events / every / 4
+
+
+def test_a_server_that_would_update_rows_in_another_way_than_ranks_refuses():
+    tables = Tables(RULES, row_kernel="hand")
+    with pytest.raises(RankMismatchError, match=r"server 1 updates the rows of tables by .*; ranks do so by hand"):
+        Server(tables.page, 1).turn()
+    tables.close()
 
 
 @pytest.mark.parametrize("placement", ["hash", "range", "table"])

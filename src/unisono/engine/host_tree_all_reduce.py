@@ -106,8 +106,11 @@ class HostTreeAllReduce:
     """An all-reduce of CPU ranks of several hosts; see `AllReduce`. Its buffers are kept between steps.
 
     Args:
+        world: The ranks of all hosts.
+        hosts: The ranks of this host among them.
         numel: The length of the vector.
         widest: The layout with all virtual ranks, which has the most nodes on every rank.
+        dtype: The type of the vector.
     """
 
     phases = 4
