@@ -109,16 +109,6 @@ def make_parts(
         for update in updates:
             update.state.keep()
     servers = protection = None
-    if serving is not None:
-        servers = TableServers(
-            runtime,
-            serving,
-            tables,
-            division=division,
-            updates=updates,
-            first=len(parameters),
-            files=[*weights.files],
-        )
     if protects:
         protection = UpdateProtection(
             runtime,
@@ -130,6 +120,17 @@ def make_parts(
             tables=sums.tables.parameters,
             keeps_copies=division.is_undoable,
             is_whole=is_whole,
+        )
+    # Last: tables know their servers from now on, and nobody would close these if a rank died in what follows.
+    if serving is not None:
+        servers = TableServers(
+            runtime,
+            serving,
+            tables,
+            division=division,
+            updates=updates,
+            first=len(parameters),
+            files=[*weights.files],
         )
     return EngineParts(is_whole, work, sums, division, metadata, updates, servers, protection)
 
