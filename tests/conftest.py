@@ -50,9 +50,17 @@ for _signum, _handler in _HANDLERS.items():
 def pytest_configure(config: pytest.Config) -> None:
     """Let torch use one thread; the process that only hands tests to workers does not import it."""
     if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
+        gc.disable()  # what is imported stays, and to look for garbage in it takes a sixth of the time
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector look at what tests make, and no longer at what was there before them."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True)
@@ -138,8 +146,8 @@ class RankHost:
 
 
 @pytest.fixture(scope="session")
-def start_host() -> Iterator[Callable[[str], Host]]:
-    """Start a host from a process that has imported torch once for both; see warm_host.py."""
+def start_host() -> Iterator[Callable[..., Host]]:
+    """Start a host from a process that has imported torch once for all; see warm_host.py."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
     environ |= {"OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
     ours, theirs = socket.socketpair()
@@ -152,9 +160,10 @@ def start_host() -> Iterator[Callable[[str], Host]]:
     ) as process:
         theirs.close()
 
-        def start(name: str) -> Host:
+        def start(name: str, *, beside: int = 0) -> Host:
+            """Start a host by the name of its module, in the namespaces of a process if one is given."""
             (read_in, write_in), (read_out, write_out) = os.pipe(), os.pipe()
-            socket.send_fds(ours, [name.encode()], [read_in, write_out])
+            socket.send_fds(ours, [f"{name} {beside}".encode()], [read_in, write_out])
             os.close(read_in), os.close(write_out)
             return Host(os.fdopen(write_in, "w"), os.fdopen(read_out))
 
@@ -164,7 +173,7 @@ def start_host() -> Iterator[Callable[[str], Host]]:
 
 
 @pytest.fixture(scope="session")
-def rank_host(start_host: Callable[[str], Host]) -> Iterator[RankHost]:
+def rank_host(start_host: Callable[..., Host]) -> Iterator[RankHost]:
     """The process that forks ranks for this process's tests."""
     with start_host("rank_host") as host:
         yield RankHost(host)

@@ -29,7 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from kernel import mark_memory, set_subreaper
+from kernel import mark_memory, set_subreaper, wait_for_any
 from unisono.launch import fast_exit, forkserver_handle
 from unisono.launch.channel import Channel
 from unisono.launch.linux import descendants
@@ -121,7 +121,7 @@ def _wait(pid: int, timeout_s: float) -> int | None:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             return None
-        time.sleep(0.002)
+        wait_for_any([pid], end_s - time.monotonic())
     return os.waitstatus_to_exitcode(ended[1])
 
 

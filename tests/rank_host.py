@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from kernel import use_huge_pages, wait_for_any
 from launch_host import import_all
 
 _GRACE_S = 10.0
@@ -44,6 +45,7 @@ _IMPORTED_BY = {
     "import torchmetrics": "torchmetrics",
     "import transformers": "transformers.models.llama.modeling_llama",
     "from transformers import": "transformers.models.llama.modeling_llama",
+    "transformers.T5Config": "transformers.models.t5.modeling_t5",
     "torch.compile(": "torch._inductor.compile_fx",
 }
 """What scripts with a word in them import that takes each rank half a second or more."""
@@ -77,6 +79,7 @@ def _import_for(script: Path) -> None:
         gc.enable()
         gc.collect()
         gc.freeze()
+        use_huge_pages()
 
 
 def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> tuple[list[int | None], int | None]:
@@ -96,7 +99,7 @@ def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> tuple[list[in
         elif not pid:
             if time.monotonic() > end_s:
                 break
-            time.sleep(0.005)
+            wait_for_any(running, end_s - time.monotonic())
     for pid in running:
         os.killpg(pid, _SHOW_STACKS)
     if running:

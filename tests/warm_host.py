@@ -1,7 +1,8 @@
 """A process that has imported what launchers and ranks import, and forks the hosts that fork those; see conftest.py.
 
 Each worker of pytest needs both hosts, and to import torch takes longer than most tests. It reads names of modules from
-a socket, each with the standard input and output of a process that goes on as that host.
+a socket, each with the standard input and output of a process that goes on as that host, and with the id of a process
+in whose namespaces it does so, or 0.
 The interpreter runs the code that `serve` returns at its top level, so that no frame of this file lies below a rank.
 """
 
@@ -10,6 +11,7 @@ import os
 import socket
 import threading
 
+from kernel import enter_namespaces, use_huge_pages
 from launch_host import import_all
 
 
@@ -21,18 +23,22 @@ def serve(file: int) -> str:
     gc.enable()
     gc.collect()
     gc.freeze()
+    use_huge_pages()
     with socket.socket(fileno=file) as asking:
         while True:
-            name, files, _, _ = socket.recv_fds(asking, 100, 2)
-            if not name:
+            request, files, _, _ = socket.recv_fds(asking, 100, 2)
+            if not request:
                 break
+            name, pid = request.decode().split()
             if not os.fork():
                 os.setsid()
                 for number, own in enumerate(files):
                     os.dup2(own, number)
                     os.close(own)
                 asking.close()
-                return f"import {name.decode()} as host; exec(host.serve())"
+                if pid != "0":
+                    enter_namespaces(int(pid))
+                return f"import {name} as host; exec(host.serve())"
             for own in files:
                 os.close(own)
     while True:

@@ -1,13 +1,13 @@
 """The launcher as a user runs it. A test that leaves a process behind fails."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from host_network import HostNetwork, Hosts, obstacle
 from host_training import TRAIN
 
-from launcher import Launcher, LaunchHost
+from launcher import Host, Launcher, LaunchHost
 
 
 @pytest.fixture
@@ -33,12 +33,12 @@ def warm_launcher(tmp_path: Path, launch_host: LaunchHost | None) -> Iterator[La
 
 
 @pytest.fixture(scope="session")
-def host_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+def host_network(tmp_path_factory: pytest.TempPathFactory, start_host: Callable[..., Host]) -> Iterator[Hosts]:
     """Three hosts; the tests are skipped where they cannot be made."""
     if (reason := obstacle()) is not None:
         pytest.skip(f"several hosts cannot be made here: {reason}")
     network = HostNetwork(3)
-    hosts = Hosts(network, tmp_path_factory.mktemp("hosts"), tmp_path_factory.mktemp)
+    hosts = Hosts(network, tmp_path_factory.mktemp("hosts"), tmp_path_factory.mktemp, start_host)
     try:
         hosts._launch_host(0), hosts._launch_host(1)
         yield hosts

@@ -12,11 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import TIMEOUT_S, Launcher, LaunchHost
+from launcher import TIMEOUT_S, Host, Launcher, LaunchHost
 
 TESTS = Path(__file__).parent.parent
 _LINK = TESTS.parent / "bench" / "scripts" / "delayed_link.py"
@@ -162,11 +162,17 @@ class HostNetwork:
 class Hosts:
     """Hosts with a network between them, on each of which jobs can be started."""
 
-    def __init__(self, network: HostNetwork, folder: Path, make_folder: Callable[[str], Path]) -> None:
+    def __init__(
+        self,
+        network: HostNetwork,
+        folder: Path,
+        make_folder: Callable[[str], Path],
+        start_host: Callable[..., Host],
+    ) -> None:
         self.network, self.folder = network, folder
-        self._make_folder = make_folder
+        self._make_folder, self._start_host = make_folder, start_host
         self._launch_hosts: dict[int, LaunchHost] = {}
-        self._processes: list[subprocess.Popen[str]] = []
+        self._open = ExitStack()
         self.launchers: list[Launcher] = []
 
     def start(self, host: int, *arguments: str) -> subprocess.Popen[bytes]:
@@ -189,25 +195,18 @@ class Hosts:
         return self.start(host, "run", *where, *flags, *arguments)
 
     def close(self) -> None:
-        for process in self._processes:
-            process.stdin.close()  # type: ignore[union-attr]
-            process.stdout.close()  # type: ignore[union-attr]
-            process.wait(timeout=60)
+        self._open.close()
 
     def _launch_host(self, host: int) -> LaunchHost:
         if host not in self._launch_hosts:
-            code = f"import sys; sys.path[0] = {str(TESTS)!r}; import launch_host; exec(launch_host.serve())"
-            environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
-            process = subprocess.Popen(
-                self.network.command(host, sys.executable, "-c", code),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
+            pipe = subprocess.PIPE
+            there = subprocess.Popen(
+                self.network.command(host, "sh", "-c", "echo there; exec cat"), stdin=pipe, stdout=pipe, text=True
             )
-            self._processes.append(process)
+            assert there.stdout.readline() == "there\n"  # type: ignore[union-attr]
+            process = self._open.enter_context(self._start_host("launch_host", beside=there.pid))
             self._launch_hosts[host] = LaunchHost(process, self._make_folder)
+            self._open.callback(there.communicate, timeout=60)
         return self._launch_hosts[host]
 
 

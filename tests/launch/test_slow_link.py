@@ -50,7 +50,7 @@ DELAY_S = 0.002
 
 
 @pytest.fixture(scope="module")
-def slow_network(tmp_path_factory) -> Iterator[Hosts]:
+def slow_network(tmp_path_factory, start_host) -> Iterator[Hosts]:
     """Two hosts on a slow link; the tests are skipped where there can be none."""
     if (reason := obstacle()) is not None:
         pytest.skip(f"several hosts cannot be made here: {reason}")
@@ -58,7 +58,7 @@ def slow_network(tmp_path_factory) -> Iterator[Hosts]:
         network = HostNetwork(2, link=SlowLink(bits_per_s=100_000_000, delay_s=DELAY_S))
     except NoSlowLinkError as error:
         pytest.skip(f"a slow link between hosts cannot be made here: {error}")
-    hosts = Hosts(network, tmp_path_factory.mktemp("slow"), tmp_path_factory.mktemp)
+    hosts = Hosts(network, tmp_path_factory.mktemp("slow"), tmp_path_factory.mktemp, start_host)
     try:
         hosts._launch_host(0), hosts._launch_host(1)
         yield hosts

@@ -91,13 +91,10 @@ def train(name):
         parallel=unisono.parallel.Shard() if how == "shard" else parallel,
     )
     found = []
-    for _epoch in trainer.epochs(2):
-        for batch in trainer.batches(data, batch_size=16):
-            result = trainer.step(loss, batch)
-            found.append((float(result), result.grad_norm))
-        found.append(trainer.evaluate(mean(loss), data, batch_size=16))
-        if is_averaged:
-            found.append(trainer.evaluate(mean(loss), data, batch_size=16, ema=True))
+    for batch in trainer.batches(data, batch_size=16):
+        result = trainer.step(loss, batch)
+        found.append((float(result), result.grad_norm))
+    found.append(trainer.evaluate(mean(loss), data, batch_size=16, ema=is_averaged))
     outputs = trainer.predict(logits, data, batch_size=16, to="all")
     found.append(hashlib.sha256(outputs.contiguous().numpy().tobytes()).hexdigest())
     found.append(trainer.digest())
