@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from unisono.job.connection_watch import ConnectionWatch
 from unisono.job.default_group import Sockets
 from unisono.job.group_watch import GroupWatch
 from unisono.job.placement import own_placement
+from unisono.job.rendezvous_file import one_at_a_time
 from unisono.job.store_exchange import StoreExchange, wait_for_keys
 from unisono.job.user_function import refuse_collective
 from unisono.machine import let_threads_finish
@@ -187,6 +189,8 @@ class ActiveJob:
     """The store that all ranks share, with a prefix that only this job uses."""
     hosted: bool
     """True if rank 0's process hosts the store, so that the other ranks need that process to the end."""
+    file: Path | None = None
+    """Where the store is, if that is a file."""
     connections: Sockets = frozenset()
     """The connections of the group."""
     adopted: bool = False
@@ -322,6 +326,8 @@ def _end(*, linger: bool = True) -> None:
     # After an exception, rank 0 does not wait for the others. Python sets last_value when it prints an exception.
     if linger and getattr(sys, "last_value", None) is None:
         _linger(active)
+    with one_at_a_time(active.file):
+        del active  # and with it the store
 
 
 def _linger(active: ActiveJob) -> None:

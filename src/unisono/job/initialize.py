@@ -165,6 +165,7 @@ def begin_job(
             where=init_method,
             store=meeting.store,
             hosted=meeting.hosted,
+            file=meeting.file,
             connections=connections,
             watch=start_watch(chosen, number=number) or watch_connections(connections, number=number),
         )

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ class Rendezvous:
     """Name of the store in messages."""
     hosted: bool = False
     """True if rank 0's process hosts the store, so that the store ends with that process."""
+    file: Path | None = None
+    """Where the store is, if that is a file. The last rank to let go of the store removes it."""
 
 
 def rendezvous(
@@ -86,13 +88,15 @@ def rendezvous(
     if scheme == "file":
         assert init_method is not None
         path = _file_of(init_method)
-        return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
+        found = _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
+        return replace(found, file=path)
     if scheme in ("", "env") and world_size == 1:
         return Rendezvous(store=dist.HashStore(), rank=0, world_size=1, place="this process alone")  # type: ignore[attr-defined]
     if scheme != "tcp" and placement.rendezvous_url.startswith("file:"):
         path = _rendezvous_folder() / placement.rendezvous_url.removeprefix("file:")
         atexit.register(path.unlink, missing_ok=True)  # runs after the group has ended: last in, first out
-        return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
+        found = _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
+        return replace(found, file=path)
     url = _address_of(init_method if scheme == "tcp" else placement.rendezvous_url, world_size=world_size)
     place = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if not _is_launchers(url):
