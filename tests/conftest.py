@@ -100,7 +100,8 @@ def run_ranks(tmp_path: Path, launch_host: LaunchHost | None) -> Runner:
         done = launcher.run("run", "-n", str(n), *map(str, flags), str(path), *map(str, args))
         job = Job(done.returncode, done.stdout, done.stderr)
         assert code is None or job.code == code, f"exit code {job.code}\n{job.out[-3000:]}\n{job.err[-6000:]}"
-        launcher.check_nothing_is_left()
+        if launch_host is None:  # it has looked
+            launcher.check_nothing_is_left()
         return job
 
     return run
@@ -261,6 +262,7 @@ def nothing_kept_open() -> Iterator[None]:
     before = _ports() | _shared_memory()
     yield
     gc.collect()  # what is in a circle is let go of later
+    gc.freeze()  # what is left has been imported, and is not looked at again after the next module
     left = (_ports() | _shared_memory()) - before
     assert not left, f"left open: {left}"
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,11 +151,14 @@ class Launcher:
 
     def processes(self) -> list[int]:
         """List the processes that carry the mark, without zombies."""
+        return self._ours(int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
+
+    def _ours(self, pids: Iterable[int]) -> list[int]:
         found = []
-        for folder in Path("/proc").iterdir():
+        for pid in pids:
             with suppress(OSError):
-                if folder.name.isdigit() and self._is_ours(folder):
-                    found.append(int(folder.name))
+                if self._is_ours(Path(f"/proc/{pid}")):
+                    found.append(pid)
         return found
 
     def _is_ours(self, folder: Path) -> bool:
@@ -169,7 +172,9 @@ class Launcher:
         """Wait for the end of all processes; return those that are still there after the timeout."""
         deadline_s = time.monotonic() + TIMEOUT_S
         while (left := self.processes()) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+            # To look at all processes of the machine takes long, so only these are looked at until they have ended.
+            while self._ours(left) and time.monotonic() < deadline_s:
+                time.sleep(0.01)
         return left
 
     def check_nothing_is_left(self) -> None:
