@@ -99,8 +99,10 @@ def test_jobs_are_listed_side_by_side(launcher, only):
 def test_the_installed_command_finds_them_too(fresh_launcher):
     with running(fresh_launcher) as (job, _):
         listed = fresh_launcher.run("ps")
-        assert (listed.returncode, listed.stderr) == (0, "")
-        assert [line for line in listed.stdout.splitlines() if line.split()[0] == str(job.pid)]
+        # The exit code is 1 if a launcher does not answer: tests that run beside this one stop theirs.
+        assert listed.returncode in (0, 1) and listed.stderr == ""
+        (line,) = [line for line in listed.stdout.splitlines() if line.split()[0] == str(job.pid)]
+        assert "script.py" in line
         shown = fresh_launcher.run("stacks", str(job.pid))
         assert (shown.returncode, shown.stderr) == (0, "")
         assert "compute" in shown.stdout
