@@ -76,11 +76,16 @@ def import_all() -> None:
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
+    import unisono.cli.main
     import unisono.comm
+    import unisono.launch.hosts.member
     import unisono.parallel
     import unisono.rank_zero
     import unisono.shm.process_group
     import unisono.trainer.trainer  # noqa: F401
+
+    with suppress(ImportError):  # of an extra
+        import llvmlite.binding  # noqa: F401
 
 
 def _start(job: dict) -> int:
