@@ -87,16 +87,13 @@ def rendezvous(
         return _numbered(store, rank, world_size, place="the given store")
     if scheme == "file":
         assert init_method is not None
-        path = _file_of(init_method)
-        found = _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
-        return replace(found, file=path)
+        return _meet_in_file(_file_of(init_method), rank, world_size)
     if scheme in ("", "env") and world_size == 1:
         return Rendezvous(store=dist.HashStore(), rank=0, world_size=1, place="this process alone")  # type: ignore[attr-defined]
     if scheme != "tcp" and placement.rendezvous_url.startswith("file:"):
         path = _rendezvous_folder() / placement.rendezvous_url.removeprefix("file:")
         atexit.register(path.unlink, missing_ok=True)  # runs after the group has ended: last in, first out
-        found = _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
-        return replace(found, file=path)
+        return _meet_in_file(path, rank, world_size)
     url = _address_of(init_method if scheme == "tcp" else placement.rendezvous_url, world_size=world_size)
     place = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if not _is_launchers(url):
@@ -209,6 +206,10 @@ def _numbered(store: dist.Store, rank: int, world_size: int, *, place: str) -> R
     """Meet at a store that outlives the job, where each rendezvous has a number."""
     _rendezvous_counts[place, world_size] += 1
     return _admit(store, str(_rendezvous_counts[place, world_size]), rank, world_size, place=place)
+
+
+def _meet_in_file(path: Path, rank: int, world_size: int) -> Rendezvous:
+    return replace(_numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}"), file=path)
 
 
 def _admit(
