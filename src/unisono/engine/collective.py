@@ -20,7 +20,7 @@ from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.all_gather_v import GroupAllGatherV, GroupAllToAllV
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import BROKEN, ConsistencyCheck
-from unisono.engine.host_tree_all_reduce import HostRanks, HostTreeAllReduce, group_all_reduce
+from unisono.engine.host_tree_all_reduce import GroupAllReduce, HostRanks, HostTreeAllReduce, group_all_reduce
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.node_sums import drop
 from unisono.engine.norm import dense_strides
@@ -29,7 +29,7 @@ from unisono.engine.row_exchange import RowExchange
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, owners_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
-from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
+from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
@@ -55,7 +55,7 @@ class _TreeBucket:
         self.offsets: list[int] = []
         self.numel = 0
         self.waiting = 0
-        self.all_reduce: TreeAllReduce | HostTreeAllReduce
+        self.all_reduce: GroupAllReduce
         self._views: dict[int, list[Tensor]] = {}
 
     def append(self, index: int, parameter: Tensor) -> None:

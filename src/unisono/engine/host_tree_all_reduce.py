@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives.world import World
+from unisono.engine.copied_all_reduce import CopiedAllReduce
 from unisono.engine.local_exchange import GroupLocalExchange, LocalExchange
 from unisono.engine.shared.shared_local_exchange import SharedLocalExchange
 from unisono.engine.shared.shared_runtime import SharedRuntime
@@ -30,7 +31,7 @@ from unisono.engine.tree_all_reduce import DIRECT_NBYTES, NodeLayout, TreeAllRed
 from unisono.plan import Node, nodes_of, rank_block
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
-__all__ = ["HostGrid", "HostRanks", "HostTreeAllReduce", "group_all_reduce"]
+__all__ = ["GroupAllReduce", "HostGrid", "HostRanks", "HostTreeAllReduce", "group_all_reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +92,14 @@ def group_all_reduce(
     widest: NodeLayout,
     dtype: torch.dtype,
     device: torch.device,
-) -> TreeAllReduce | HostTreeAllReduce:
+) -> GroupAllReduce:
     """Make the all-reduce of a vector through the process group. Every rank must call it.
 
     Args:
         hosts: The hosts of the ranks; None if they do not form a grid, or there is one host.
     """
+    if device.type != world.device.type:
+        return CopiedAllReduce(world, numel, widest=widest, dtype=dtype, device=device)
     if hosts is None or device.type != "cpu" or numel * dtype.itemsize <= DIRECT_NBYTES:
         return TreeAllReduce(world, numel, widest=widest, dtype=dtype, device=device)
     return HostTreeAllReduce(world, hosts, numel, widest=widest, dtype=dtype)
@@ -281,3 +284,7 @@ class _HostPlan:
         for left, right in self.all_additions:
             left.add_(right)
         return self.total
+
+
+GroupAllReduce = TreeAllReduce | HostTreeAllReduce | CopiedAllReduce
+"""The kinds of all-reduce through a process group."""

@@ -15,7 +15,7 @@ from unisono.embedding.tables import serving_in
 from unisono.engine.base import Engine, Trained
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, GroupConsistencyCheck, NoConsistencyCheck
-from unisono.engine.host_tree_all_reduce import HostGrid, HostRanks, HostTreeAllReduce, group_all_reduce
+from unisono.engine.host_tree_all_reduce import GroupAllReduce, HostGrid, HostRanks, group_all_reduce
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.local import LocalEngine
 from unisono.engine.local_steps import LocalStepsEngine, Workers
@@ -32,7 +32,7 @@ from unisono.engine.shared import (
     is_divisible,
 )
 from unisono.engine.trainable import sharing_obstacle
-from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
+from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.engine.weight_writes import PrivateWeights, WeightWrites
 from unisono.machine import host_id, shared_memory_obstacle
 from unisono.shm.peers import own_process
@@ -156,7 +156,7 @@ class EngineFactory:
 
     def all_reduce(
         self, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
-    ) -> TreeAllReduce | HostTreeAllReduce | SharedAllReduce:
+    ) -> GroupAllReduce | SharedAllReduce:
         """Make the all-reduce of a small vector. Every rank must call it, in the same order."""
         if self._shared is not None:
             return SharedAllReduce(self._shared[0], numel, widest=widest, dtype=dtype)

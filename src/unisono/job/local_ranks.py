@@ -22,8 +22,14 @@ __all__ = ["choose_backend", "own_gpu", "place_on_hosts"]
 
 
 def own_gpu(device: torch.device) -> str | None:
-    """Return the UUID of this rank's GPU, which does not depend on its number in this process; None without a GPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    """Return this rank's GPU as NCCL tells GPUs apart; None without a GPU.
+
+    That is its UUID, which does not depend on its number in this process, and the host that NCCL_HOSTID names: ranks
+    for which this differs may share a GPU, over sockets.
+    """
+    if device.type != "cuda":
+        return None
+    return f"{torch.cuda.get_device_properties(device).uuid} {os.environ.get('NCCL_HOSTID', '')}".rstrip()
 
 
 def place_on_hosts(hosts: Sequence[str], *, launcher: str = "none") -> list[Placement]:
@@ -58,7 +64,7 @@ def choose_backend(
     Args:
         asked: The backend that each rank requested: "auto" or a name of torch's.
         hosts: The name of each rank's host.
-        gpus: The UUID of each rank's GPU, or None.
+        gpus: Each rank's GPU, as `own_gpu` names it, or None.
         cpu_backend: The value of UNISONO_CPU_BACKEND.
 
     Returns:

@@ -80,14 +80,16 @@ def asks_for_nccl(source: bytes, *, gpus: int) -> bool:
     """Guess from a script's source whether it requires NCCL, with which every rank needs its own GPU.
 
     Only a plain "nccl" counts, and only where "gloo" does not occur. With no GPU at all, a script that asks whether one
-    is available decides for itself.
+    is available decides for itself; so does one that sets NCCL_HOSTID, by which ranks may share a GPU.
 
     >>> asks_for_nccl(b"init_process_group('nccl')", gpus=0)
     True
     >>> asks_for_nccl(b"init_process_group('nccl' if cuda else 'gloo')", gpus=0)
     False
     """
-    if b"gloo" in source.lower() or (gpus == 0 and b"is_available" in source) or b"nccl" not in source.lower():
+    if b"gloo" in source.lower() or b"NCCL_HOSTID" in source or b"nccl" not in source.lower():
+        return False
+    if gpus == 0 and b"is_available" in source:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -124,11 +124,7 @@ def _backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tuple[Tensor | No
     scale = torch.ones_like(mean) if weight is None else weight.to(wide)
     sums = mean.new_zeros(2, len(mean))
     if values.numel():
-        # In its evaluation form, this kernel can return both sums without the gradient.
-        _, along, plain = torch.ops.aten.native_batch_norm_backward(
-            grad, values, scale, mean, variance, None, None, False, ctx.eps, [False, True, True]
-        )
-        sums = torch.stack([along, plain])
+        sums = _sums(grad, values, scale, mean, variance, eps=ctx.eps)
     everywhere = tensor_collectives.all_reduce(ctx.link, sums.double(), "sum") if ctx.travels else None
     if everywhere is None or not ctx.needs_input_grad[0]:
         return None, sums
@@ -138,6 +134,23 @@ def _backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tuple[Tensor | No
     along, plain = (everywhere / total).to(wide) * -slope
     grad_values = F.batch_norm(values, mean, variance, along, plain, eps=ctx.eps)
     return grad_values.addcmul_(grad, slope.view(-1, *[1] * (values.dim() - 2))), sums
+
+
+def _sums(grad: Tensor, values: Tensor, scale: Tensor, mean: Tensor, variance: Tensor, *, eps: float) -> Tensor:
+    """Return the sums of grad times normalised value and of grad, without the gradient of the values: [2, C]."""
+    if values.device.type != "cuda":
+        # In its evaluation form, this kernel can return both sums without the gradient.
+        _, along, plain = torch.ops.aten.native_batch_norm_backward(
+            grad, values, scale, mean, variance, None, None, False, eps, [False, True, True]
+        )
+        return torch.stack([along, plain])
+    layout = torch.channels_last if values.dim() == 4 else torch.contiguous_format
+    if not values.is_contiguous(memory_format=layout):
+        layout = torch.contiguous_format
+    grad, values = grad.contiguous(memory_format=layout), values.contiguous(memory_format=layout)
+    inverse = (variance + eps).rsqrt()
+    _, _, along, plain = torch.batch_norm_backward_reduce(grad, values, mean, inverse, scale, False, True, True)
+    return torch.stack([along, plain])
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ from unisono.job.user_function import enter as refuse_collectives
 from unisono.job.user_function import leave
 from unisono.mismatch import by_value
 from unisono.parallel.graph_entry import enter
+from unisono.parallel.scatter_gather import moved
 from unisono.text import name_ranks
 
 __all__ = ["Inputs", "RemoteCalls"]
@@ -84,6 +85,8 @@ class _Pass:
     captured: dict[int, Tensor] = field(default_factory=dict)
     """Gradients of the inputs, by their places."""
     has_inputs: bool = False
+    device: torch.device | None = None
+    """The device of the first tensor of the inputs, to which outputs are moved; None without one."""
 
 
 class RemoteCalls:
@@ -180,7 +183,7 @@ class RemoteCalls:
                 return self._tell(group, _Reply(mismatch=mismatch)), passes, None
             for rank, request, each in zip(group.ranks, requests, passes, strict=True):
                 what = f"for the input of rank {rank}"
-                payload = self._run_one(request)
+                payload = self._run_one(request, each.device)
                 each.outputs, each.values, each.has_inputs = payload.metas, payload.tensors, request.inputs is not None
                 replies.append(payload)
             what = "after its passes"
@@ -191,19 +194,24 @@ class RemoteCalls:
             torch.set_rng_state(own_state)
         return replies, passes, None
 
-    def _run_one(self, request: _RemoteRequest) -> Payload:
-        """Run the module for one rank, with that rank's random numbers."""
+    def _run_one(self, request: _RemoteRequest, device: torch.device | None) -> Payload:
+        """Run the module for one rank, with that rank's random numbers; outputs go to the device of its inputs."""
         assert self._module is not None
         if request.inputs is None:
             return serialize(_Reply(outputs=torch.zeros(())))
         torch.set_rng_state(request.random_state)
-        args, kwargs = request.inputs
+        home = _home(self._module)
+        if home is None or device is None or device == home:
+            home = device = None  # nothing moves
+        args, kwargs = request.inputs if home is None else moved(request.inputs, home)
         token = refuse_collectives(f"the module of {self._call}", _NO_COLLECTIVES)
         try:
             outputs = self._module(*args, **kwargs)
         finally:
             leave(token)
         state = torch.get_rng_state()
+        if device is not None:
+            outputs = moved(outputs, device)
         reply = _Reply(outputs=outputs, random_state=None if torch.equal(state, request.random_state) else state)
         sent = _serialize(reply, "the outputs")
         if isinstance(sent, FailedSend):
@@ -335,7 +343,14 @@ def _open(received: Received, each: _Pass, *, gradients: bool) -> _RemoteRequest
             if meta.follow == FOLLOWED:
                 tensors[place], _ = enter(tensors[place], each.captured, place)
     request: _RemoteRequest = received.open(tensors)
+    each.device = next((tensor.device for tensor in tensors if tensor is not request.random_state), None)
     return request
+
+
+def _home(module: nn.Module) -> torch.device | None:
+    """Return the device of a module; None if it has no tensors, or some on several devices."""
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    return devices.pop() if len(devices) == 1 else None
 
 
 def _run_backward_of(each: _Pass, gradients: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:

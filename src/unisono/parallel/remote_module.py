@@ -75,7 +75,7 @@ def remote(
         own = _local(module) if is_owner else None
         if not is_owner and not callable(module):
             raise TypeError(f"module is {a_type(module)}: {_MODULE}")
-        told = None if own is None else (name or type(own).__name__, secrets.token_hex(8))
+        told = None if own is None else (name or type(own).__name__, secrets.token_hex(8), own.training)
         return own, {"given": f"on={on}, average={average}, name={name!r}", "told": told}
 
     (own, _), everyone = construct_on_all(members, "remote", make, lambda made: made[1], errors=(Exception,))
@@ -84,9 +84,9 @@ def remote(
         raise RankMismatchError(
             f"remote() got other arguments on some ranks: {by_value(given)}. Give all ranks the same"
         )
-    called, token = everyone[members.index_of(on, "on")]["told"]
+    called, token, training = everyone[members.index_of(on, "on")]["told"]
     calls = RemoteCalls(name=called, token=token, owner=on, module=own, average=average, group=group)
-    return RemoteModule(own, calls, owner=on, average=average)
+    return RemoteModule(own, calls, owner=on, average=average, training=training)
 
 
 class RemoteModule(nn.Module):
@@ -97,12 +97,14 @@ class RemoteModule(nn.Module):
     ignores them there.
     """
 
-    def __init__(self, module: nn.Module | None, calls: RemoteCalls, *, owner: int, average: bool) -> None:
+    def __init__(
+        self, module: nn.Module | None, calls: RemoteCalls, *, owner: int, average: bool, training: bool
+    ) -> None:
         super().__init__()
+        self.training = training
         # In a tuple, since a part of this module would show its parameters on the owner alone.
         self._own, self._calls = (module,), calls
         self.owner, self.average = owner, average
-        self.training = True if module is None else module.training
 
     @property
     def module(self) -> nn.Module | None:

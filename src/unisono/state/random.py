@@ -12,8 +12,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
-__all__ = ["kept_generators", "set_generators"]
+__all__ = [
+    "CPU_STATE_NBYTES",
+    "GPU_STATE_NBYTES",
+    "generator_states",
+    "kept_generators",
+    "set_generator_states",
+    "set_generators",
+]
+
+CPU_STATE_NBYTES, GPU_STATE_NBYTES = torch.default_generator.get_state().nbytes, 16
+"""Lengths of the states of torch's generators, on the CPU and on an NVIDIA GPU."""
 
 
 def set_generators(key: int, device: torch.device | None = None) -> None:
@@ -32,6 +43,24 @@ def set_generators(key: int, device: torch.device | None = None) -> None:
         torch.cuda.manual_seed(key)
     elif kind == "mps":
         torch.mps.manual_seed(key)
+
+
+def generator_states() -> Tensor:
+    """Return the state of torch's CPU generator and, if this process uses a GPU, that of the current one, as bytes."""
+    state = torch.default_generator.get_state()
+    uses_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cat([state, torch.cuda.get_rng_state()]) if uses_gpu else state
+
+
+def set_generator_states(states: Tensor) -> None:
+    """Set torch's CPU generator, and the one of the current GPU if its state is there, too.
+
+    Args:
+        states: What `generator_states` has returned, or the beginning of it that is the CPU's. On the CPU.
+    """
+    torch.default_generator.set_state(states[:CPU_STATE_NBYTES].clone())
+    if len(states) > CPU_STATE_NBYTES:
+        torch.cuda.set_rng_state(states[CPU_STATE_NBYTES:].clone())
 
 
 @contextmanager

@@ -224,6 +224,8 @@ def make_group():
     """Begin the job with the backend that is asked for, if one is: otherwise the Trainer does."""
     if (backend := ASKED.get("backend")) is None:
         return
+    if backend == "nccl" and torch.cuda.device_count() == 1:
+        os.environ["NCCL_HOSTID"] = str(RANK)  # as on separate hosts, ranks may then share a GPU
     if backend == "unending":
         from unending_backend import register
 

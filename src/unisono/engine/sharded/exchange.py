@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unisono.activity import Wait
@@ -57,7 +58,7 @@ class UnitExchange:
         assert world.group is not None
         self._world, self._units, self._grid = world, units, grid
         self._words = -(-len(units) // _BITS)
-        self._votes = [torch.zeros(1 + self._words, dtype=torch.int64) for _ in range(world.size)]
+        self._votes = [torch.zeros(1 + self._words, dtype=torch.int64, device=world.device) for _ in range(world.size)]
         self._is_open = self._is_broken = False
         self._complete: set[int] = set()
         self._reduced: set[int] = set()
@@ -183,7 +184,7 @@ class UnitExchange:
         unit, rank, replica = self._units[number], self._world.rank, self._grid.replica
         wanted = rank in ranks
         columns = [
-            unit.held if each == rank else torch.empty(unit.held_nbytes(each) if wanted else 0, dtype=torch.uint8)
+            unit.held if each == rank else unit.held.new_empty(unit.held_nbytes(each) if wanted else 0)
             for each in replica
         ]
         peers = [peer for peer in self._peers() if peer in replica]
@@ -218,9 +219,7 @@ class UnitExchange:
         rank = self._world.rank
         packed = [_pack(unit, layout, rows) for layout in layouts]
         rows.clear()
-        received = {
-            peer: torch.empty(len(nodes.nodes[peer]), layouts[rank].nbytes, dtype=torch.uint8) for peer in self._peers()
-        }
+        received = {peer: unit.held.new_empty(len(nodes.nodes[peer]), layouts[rank].nbytes) for peer in self._peers()}
         self._transfer({peer: packed[peer] for peer in self._peers()}, received)
         received[rank] = packed[rank]
         values: dict[Node, list[Tensor]] = {}
@@ -235,12 +234,32 @@ class UnitExchange:
         return [(self._world.rank + i) % self._world.size for i in range(1, self._world.size)]
 
     def _transfer(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        group, works = self._world.group, []
+        group, device = self._world.group, self._world.device
         assert group is not None
-        works += [("recv", peer, group.recv([tensor], peer, 0)) for peer, tensor in receives.items() if tensor.numel()]
-        works += [("send", peer, group.send([tensor], peer, 0)) for peer, tensor in sends.items() if tensor.numel()]
-        for name, peer, work in works:
-            self._world.waiter.wait(work, Wait(name, group.group_name, self._world.size, 0, peer))
+        # Where tensors are on a GPU and travel from the CPU, copies of them do.
+        goes = {peer: tensor.to(device) for peer, tensor in sends.items() if tensor.numel()}
+        comes = {
+            peer: torch.empty_like(tensor, device=device) if tensor.device.type != device.type else tensor
+            for peer, tensor in receives.items()
+            if tensor.numel()
+        }
+        if device.type == "cpu":
+            works = [("recv", peer, group.recv([tensor], peer, 0)) for peer, tensor in comes.items()]
+            works += [("send", peer, group.send([tensor], peer, 0)) for peer, tensor in goes.items()]
+            for name, peer, work in works:
+                self._world.waiter.wait(work, Wait(name, group.group_name, self._world.size, 0, peer))
+        elif goes or comes:
+            operations = [
+                dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in comes.items()
+            ]
+            operations += [
+                dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in goes.items()
+            ]
+            for work in dist.batch_isend_irecv(operations):
+                self._world.waiter.wait(work)
+        for peer, tensor in comes.items():
+            if tensor is not receives[peer]:
+                receives[peer].copy_(tensor)
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
@@ -254,7 +273,7 @@ class UnitExchange:
 
 def _pack(unit: ShardedUnit, layout: PieceLayout, rows: Sequence[GradientRow]) -> Tensor:
     """Return the pieces of a rank in some rows, as rows of bytes."""
-    packed = layout.allocate(len(rows))
+    packed = layout.allocate(len(rows), device=unit.device)
     for row, bytes_of_row in zip(rows, packed, strict=True):
         for piece, place in zip(layout.pieces, layout.views(bytes_of_row), strict=True):
             gradient = row[piece.parameter]

@@ -230,7 +230,7 @@ class ShardedEngine(GradientAccumulation):
         self._totals_of, self._gradients = [], {}
         for u, (unit, layouts) in enumerate(zip(self._division.units, self._layouts_of, strict=True)):
             own = layouts[self._rank]
-            self._totals_of.append(total := own.allocate())
+            self._totals_of.append(total := own.allocate(device=unit.device))
             sums = {piece.parameter: vector for piece, vector in zip(own.pieces, own.views(total), strict=True)}
             for k, (piece, place) in enumerate(zip(unit.pieces, unit.places, strict=True)):
                 if piece.parameter in sums:
@@ -291,7 +291,8 @@ def prepare_parts(
         return None
     found = everyone(PartOfGradient(overflowed, norms))
     if scaler is not None:
-        found_inf = torch.tensor(float(max(part.overflowed for part in found)))
+        device = gradients[0].device if gradients else None
+        found_inf = torch.tensor(float(max(part.overflowed for part in found)), device=device)
         for engine in engines:
             engine._found_inf = found_inf
     if clip is None:

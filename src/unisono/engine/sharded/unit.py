@@ -63,9 +63,9 @@ class PieceLayout:
         self.nbytes = offset
         """The length of the vector."""
 
-    def allocate(self, *rows: int) -> Tensor:
+    def allocate(self, *rows: int, device: torch.device) -> Tensor:
         """Return a vector, or some of them. What lies between pieces is zero."""
-        return torch.zeros(*rows, self.nbytes, dtype=torch.uint8)
+        return torch.zeros(*rows, self.nbytes, dtype=torch.uint8, device=device)
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Return the pieces in a vector, each as a vector of its dtype."""
@@ -102,12 +102,15 @@ class ShardedUnit:
     def __init__(self, name: str, parameters: Mapping[str, Tensor], grid: ShardGrid) -> None:
         self.name, self.names, self.parameters = name, tuple(parameters), tuple(parameters.values())
         self._grid, self._rank = grid, grid.rank
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        """Where the parameters are, and what this rank keeps of them."""
         dtypes = [p.dtype for p in self.parameters]
         parts = partition([p.numel() for p in self.parameters], ranks=grid.ranks, unit=BLOCK)
         self.layouts = [PieceLayout(pieces, dtypes) for pieces in parts]
         """The part that each rank updates."""
         holders = (grid.rank,) if grid.keeps_weights else grid.holders(grid.rank)
-        self.held = torch.zeros(sum(self.layouts[rank].nbytes for rank in holders), dtype=torch.uint8)
+        held_nbytes = sum(self.layouts[rank].nbytes for rank in holders)
+        self.held = torch.zeros(held_nbytes, dtype=torch.uint8, device=self.device)
         """The parts that this rank keeps, as bytes. They have the weights, except while the run is whole everywhere."""
         self._parts_of_holders = dict(zip(holders, self._split(self.held, holders), strict=True))
         self.own = self._parts_of_holders[grid.rank]
@@ -127,7 +130,9 @@ class ShardedUnit:
         for whole in self._whole:
             whole.untyped_storage().resize_(0)
         self._fills = [torch.nan if p.is_floating_point() or p.is_complex() else 0 for p in self.parameters]
-        self._numbers = [torch.full((), fill, dtype=d) for fill, d in zip(self._fills, dtypes, strict=True)]
+        self._numbers = [
+            torch.full((), fill, dtype=d, device=self.device) for fill, d in zip(self._fills, dtypes, strict=True)
+        ]
         """The number of which the values of each parameter consist while it is apart."""
         self._apart = [number.expand(p.shape) for number, p in zip(self._numbers, self.parameters, strict=True)]
         self._versions = [p._version for p in self.parameters]
@@ -231,7 +236,9 @@ class ShardedUnit:
         """Return where updated parts of other ranks are to be received, by rank; then call `settle` with it."""
         if self._grid.keeps_weights:
             others = [rank for rank in range(self._grid.ranks) if rank != self._rank]
-            return {rank: torch.empty(self.layouts[rank].nbytes, dtype=torch.uint8) for rank in others}
+            return {
+                rank: torch.empty(self.layouts[rank].nbytes, dtype=torch.uint8, device=self.device) for rank in others
+            }
         return {rank: part for rank, part in self._parts_of_holders.items() if rank != self._rank}
 
     @torch.no_grad()

@@ -61,7 +61,8 @@ class FusedAdam:
         """The newest is last. Several sets of gradients may take turns."""
         # The kernel takes one type at a time.
         self._is_plain = all(
-            len({places[k].dtype for k in of_group}) <= 1 and all(places[k].is_floating_point() for k in of_group)
+            len({places[k].dtype for k in of_group}) <= 1
+            and all(places[k].is_cpu and places[k].is_floating_point() for k in of_group)
             for of_group in members
         )
 

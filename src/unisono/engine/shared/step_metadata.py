@@ -100,8 +100,9 @@ class StepMetadata:
 
 def unscale(totals: Sequence[Tensor], scaler: torch.amp.GradScaler) -> Tensor:
     """Unscale gradients, as `GradScaler.unscale_` does. Return 1 if a value is not finite, otherwise 0."""
-    inverse = torch.tensor(scaler.get_scale(), dtype=torch.float64).reciprocal().float()
-    found = torch.zeros((), dtype=torch.float32)
+    device = totals[0].device if totals else None
+    inverse = torch.tensor(scaler.get_scale(), dtype=torch.float64).reciprocal().float().to(device)
+    found = torch.zeros((), dtype=torch.float32, device=device)
     for dtype in {total.dtype for total in totals}:
         torch._amp_foreach_non_finite_check_and_unscale_([t for t in totals if t.dtype == dtype], found, inverse)
     return found
@@ -109,6 +110,6 @@ def unscale(totals: Sequence[Tensor], scaler: torch.amp.GradScaler) -> Tensor:
 
 def note(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
     """Report an overflow to a scaler, which looks for it in an optimizer's gradients."""
-    messenger = torch.zeros((), dtype=torch.float32)
+    messenger = torch.zeros((), dtype=torch.float32, device=found_inf.device)
     messenger.grad = torch.full_like(messenger, torch.inf if found_inf.item() else 0.0)
     scaler.unscale_(torch.optim.SGD([messenger], lr=0.0))

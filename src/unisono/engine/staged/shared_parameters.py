@@ -51,10 +51,10 @@ class SharedParameterCopies:
         world, sends, receives = self._pipeline, [], []
         for source, targets, parameter in self._copies:
             if world.rank == source:
-                sent = parameter.detach().contiguous()
+                sent = parameter.detach().contiguous().to(world.device)
                 sends += [(sent, dist.isend(sent, group=world.group, group_dst=target)) for target in targets]
             elif world.rank in targets:
-                received = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+                received = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
                 work = dist.irecv(received, group=world.group, group_src=source)
                 receives.append((received, parameter, work))
         for received, parameter, work in receives:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from unisono.parallel.pipeline.placeholder import TensorLayout
+from unisono.state.random import CPU_STATE_NBYTES, GPU_STATE_NBYTES
 
 __all__ = ["Message", "MessageLayout"]
 
 _ALIGNMENT = 64
 _HEADER_DTYPE = torch.int64
-_STATE_NBYTES = torch.get_rng_state().nbytes
 
 Key = TypeVar("Key", int, str)
 
@@ -39,7 +39,7 @@ class MessageLayout(Generic[Key]):
     Args:
         entries: The tensors by key, in order.
         are_gradients: True if tensors may be absent, and have other strides than those of the layout.
-        has_random_state: True if the state of the CPU's generator travels, too.
+        has_random_state: True if the states of torch's generators travel, too.
     """
 
     def __init__(
@@ -56,14 +56,17 @@ class MessageLayout(Generic[Key]):
             elements = math.prod(layout.shape) if are_gradients else _footprint(layout.shape, layout.strides)
             offset += elements * layout.dtype.itemsize
         self._state_offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = self._state_offset + _STATE_NBYTES * has_random_state
-        """Size of the message."""
         devices = {layout.device for layout in entries.values()}
-        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        has_gpu = any(device.type == "cuda" for device in devices)
+        state_nbytes = CPU_STATE_NBYTES + GPU_STATE_NBYTES * has_gpu
+        self.nbytes = self._state_offset + state_nbytes * has_random_state
+        """Size of the message."""
+        self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+        """Where the tensors of a message are."""
 
-    def allocate(self) -> Tensor:
-        """Return uninitialised memory for a message."""
-        return torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+    def allocate(self, device: torch.device | None = None) -> Tensor:
+        """Return uninitialised memory for a message: where its tensors are, or on another device."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device or self.device)
 
     def pack(self, message: Message[Key]) -> Tensor:
         """Return a message's memory, with a copy of its tensors."""
@@ -84,12 +87,12 @@ class MessageLayout(Generic[Key]):
             memory[: self._header * _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE).copy_(torch.tensor(header))
         if self._has_random_state:
             assert message.random_state is not None
-            memory[self._state_offset :].copy_(message.random_state)
+            memory[self._state_offset :].copy_(message.random_state[: self.nbytes - self._state_offset])
         return memory
 
     def unpack(self, memory: Tensor) -> Message[Key]:
-        """Return the content of a message; its tensors are views of the memory."""
-        tensors = {}
+        """Return the content of a message; its tensors are views of the memory, or of a copy on their device."""
+        memory, tensors = memory.to(self.device), {}
         header = memory[: self._header * _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE).tolist()
         for (key, layout), offset in zip(self._entries.items(), self._offsets, strict=True):
             strides = layout.strides

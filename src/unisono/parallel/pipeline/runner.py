@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.activity import Observed, Wait
+from unisono.collectives.pair_channels import PairChannels
 from unisono.parallel.pipeline.messages import Message, MessageLayout
 from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.plan_cache import PlanCache
@@ -135,13 +136,16 @@ class PipelineRunner:
         self._schedule = schedule
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
         self._stages: dict[tuple[int, int], tuple[Stage, StageRoutes]] = {}
+        self._channels: PairChannels | None = None
         self._waits: dict[tuple[str, int], Wait] = {}
         """By what is called and the other rank of the pipeline."""
         self.connect(group)
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Use another group of as many ranks, in the same order, from the next step on. None: release the group."""
-        self._group = group
+        if self._channels is not None:
+            self._channels.close()
+        self._group, self._channels = group, None if group is None else PairChannels(group)
         self._least_ahead = _LEAST_AHEAD if group is not None and dist.get_backend(group) == "shm" else 0
         self._waits.clear()
 
@@ -304,8 +308,9 @@ class PipelineRunner:
         for source, layout in (routes.values_from if action.kind == "forward" else routes.gradients_from).items():
             rank, channel = step.stage_ranks[source], _StageChannel(source, action.stage, action.micro_batch)
             if rank != self._rank and (layout.nbytes >= self._least_ahead) is ahead:
-                memory = layout.allocate()
-                work = dist.irecv(memory, group=self._group, group_src=rank, tag=self._tag(channel))
+                assert self._channels is not None
+                memory = layout.allocate(self._channels.device)
+                work = self._channels.receive(memory, rank, channel[:2], tag=self._tag(channel))
                 step.arrivals[channel] = _StageTransfer(memory, work, self._wait("recv", rank))
 
     def _receive(self, step: _Step, action: Action, layouts: Mapping[int, MessageLayout[Any]]) -> list[Message[Any]]:
@@ -325,7 +330,9 @@ class PipelineRunner:
             if rank == self._rank:
                 step.arrivals[channel] = _StageTransfer(memory, None, None)
             else:
-                work = dist.isend(memory, group=self._group, group_dst=rank, tag=self._tag(channel))
+                assert self._channels is not None
+                memory = memory.to(self._channels.device)
+                work = self._channels.send(memory, rank, channel[:2], tag=self._tag(channel))
                 step.sends.append(_StageTransfer(memory, work, self._wait("send", rank)))
 
     def _wait(self, name: str, rank: int) -> Wait:

@@ -24,6 +24,7 @@ from unisono.parallel.pipeline.model_line import model_line
 from unisono.parallel.pipeline.placeholder import Placeholder
 from unisono.parallel.pipeline.split_backward import SplitBackward
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
+from unisono.state.random import generator_states, set_generator_states
 
 __all__ = ["Gradients", "Stage", "StagePass"]
 
@@ -91,7 +92,7 @@ class Stage:
             function: The forward pass with its loss, called with the model and the inputs.
             inputs: Its further arguments, the same on all stages.
             received: A tensor for each value that the stage receives.
-            random_state: The state in which the stage before left the CPU's generator; None leaves it as it is.
+            random_state: The states in which the stage before left the generators; None leaves them as they are.
             on_end: Called after its last call, before the rest of the model's code runs: sends.
 
         Raises:
@@ -297,14 +298,14 @@ class _StageMode(TorchFunctionMode):
     def begin(self) -> None:
         """Take over the generator from the stage before."""
         if self._random_state is not None:
-            torch.set_rng_state(self._random_state)
+            set_generator_states(self._random_state)
 
     def end(self) -> None:
         """Note what is sent and the state of the generator."""
         self._ended = True
         for transfer in self._plan.sent:
             self.done.sent[transfer.value] = self.objects[transfer.object]
-        self.done.random_state = torch.get_rng_state()
+        self.done.random_state = generator_states()
         self._on_end(self.done)
 
     def finish(self) -> None:

@@ -323,11 +323,9 @@ def check_memory(model: nn.Module, what: str = "Shard") -> None:
         ValueError: There is one.
     """
     named = dict(model.named_parameters())
-    if any(p.device.type != "cpu" for p in named.values()):
-        raise ValueError(
-            f"{what} works on CPU ranks alone so far, and the model is on "
-            f"{next(p.device for p in named.values() if p.device.type != 'cpu')}"
-        )
+    devices = sorted({str(p.device) for p in named.values()})
+    if len(devices) > 1:
+        raise ValueError(f"{what} divides models on one device for each rank, and this one is on {', '.join(devices)}")
     obstacle = sharing_obstacle(Trained(tuple(named), tuple(named.values())), [*named.values(), *model.buffers()])
     if obstacle is not None:
         raise ValueError(

@@ -1,0 +1,79 @@
+"""Messages between two ranks of a group that are under way in both directions at once, as those of a pipeline are."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.collectives.group import known_group
+
+__all__ = ["PairChannels"]
+
+_numbers = itertools.count()
+"""Numbers of the channels of this process. Ranks make them in the same order."""
+
+
+class PairChannels:
+    """Channels from one rank of a group to another, in which messages arrive in the order in which they were sent.
+
+    Backends of the CPU match a message by its tag, so channels need nothing of their own. NCCL does not know tags: what
+    a rank sends to others and receives from them over one communicator takes place in the order of its calls, and a
+    receive that is posted early would keep back all that is sent after it. So over NCCL each channel has a communicator
+    of its own, which is made when it is first used.
+
+    Args:
+        group: The group. Every rank must make its channels in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.device = known_group(group).bytes_device(accelerated=True)
+        """Where messages must be."""
+        self._name = f"unisono_channels_{next(_numbers)}/{group.group_name}"
+        self._pairs: dict[tuple[int, int], Any] = {}
+
+    def send(self, message: Tensor, rank: int, channel: tuple[int, int], *, tag: int) -> dist.Work:
+        """Begin to send a message, which must stay as it is until the work is done.
+
+        Args:
+            message: The message.
+            rank: The receiver, as the group counts it.
+            channel: The channel, by two numbers that no other one has.
+            tag: Tells the messages of all channels apart.
+        """
+        if self.device.type == "cpu":
+            work = dist.isend(message, group=self._group, group_dst=rank, tag=tag)
+            assert work is not None
+            return work
+        sent: dist.Work = self._pair(channel, 0).send([message], 1, 0)
+        return sent
+
+    def receive(self, memory: Tensor, rank: int, channel: tuple[int, int], *, tag: int) -> dist.Work:
+        """Begin to receive a message; see `send`."""
+        if self.device.type == "cpu":
+            work = dist.irecv(memory, group=self._group, group_src=rank, tag=tag)
+            assert work is not None
+            return work
+        received: dist.Work = self._pair(channel, 1).recv([memory], 0, 0)
+        return received
+
+    def close(self) -> None:
+        """End the communicators. No message may be under way."""
+        for pair in self._pairs.values():
+            pair.shutdown()
+        self._pairs.clear()
+
+    def _pair(self, channel: tuple[int, int], place: int) -> Any:
+        """Return the communicator of a channel, in which the sender is 0 and the receiver is 1."""
+        found = self._pairs.get(channel)
+        if found is None:
+            store = dist.distributed_c10d._get_default_store()
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._group._get_backend(self.device).options._timeout
+            name = f"{self._name}/{channel[0]}-{channel[1]}"
+            found = dist.ProcessGroupNCCL(dist.PrefixStore(name, store), place, 2, options)  # type: ignore[attr-defined]
+            self._pairs[channel] = found
+        return found
