@@ -1,11 +1,11 @@
-# make demo | test | lint | bench | soak | schedulers | ray | clean      (all but the last install what they need into .venv)
+# make demo | test | lint | bench | soak | schedulers | ray | gpu | clean      (all but the last install what they need into .venv)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?= tests
 
-.PHONY: demo test lint bench soak schedulers ray clean
+.PHONY: demo test lint bench soak schedulers ray gpu clean
 
 demo: $(VENV)/.stamp-examples
 	$(BIN)/unisono run -n 2 examples/digits.py
@@ -25,6 +25,10 @@ schedulers: $(VENV)/.stamp-dev
 ray: $(VENV)/.stamp-dev
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[ray]"
 	$(BIN)/python -m pytest -rs tests/launch/test_ray.py
+
+# Tests that need an NVIDIA GPU and a torch for CUDA: GPU_PYTHON is a Python that has it, with what pytest needs.
+gpu:
+	FRESH_LAUNCHES=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -rs tests/gpu tests/trainer/test_recovery.py -k "gpu or ways or values"
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

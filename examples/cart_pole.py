@@ -35,8 +35,9 @@ def push(state, action):
 
 def play(policy):
     """Play episodes until the pole falls, the cart has left, or 200 moves are done."""
-    state, states, actions, alive = torch.empty(args.episodes, 4).uniform_(-0.05, 0.05), [], [], []
-    up = torch.ones(args.episodes, dtype=torch.bool)
+    device = next(policy.parameters()).device
+    state, states, actions, alive = torch.empty(args.episodes, 4, device=device).uniform_(-0.05, 0.05), [], [], []
+    up = torch.ones(args.episodes, dtype=torch.bool, device=device)
     while up.any() and len(states) < 200:
         action = torch.distributions.Categorical(logits=policy(state)).sample()
         states.append(state)

@@ -68,7 +68,9 @@ class SkipGram(nn.Module):
     def forward(self, windows):
         """The loss of each sample. The negatives are drawn once for all samples of a share."""
         center, around = windows[:, WINDOW], torch.cat([windows[:, :WINDOW], windows[:, WINDOW + 1 :]], dim=1)
-        drawn = torch.searchsorted(noise, torch.rand(NEGATIVES) * noise[-1]).clamp_(max=len(words) - 1)
+        limits = noise.to(windows.device)
+        drawn = torch.rand(NEGATIVES, device=limits.device) * limits[-1]
+        drawn = torch.searchsorted(limits, drawn).clamp_(max=len(words) - 1)
         vector, negatives = self.word(center), self.context(drawn)
         near = F.logsigmoid(torch.bmm(self.context(around), vector.unsqueeze(2))).sum((1, 2))
         far = F.logsigmoid(-vector @ negatives.T).mean(1)

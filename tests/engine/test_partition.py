@@ -28,6 +28,19 @@ def test_each_element_belongs_to_one_rank(seed):
         assert all(start % unit == 0 and (stop % unit == 0 or stop == numels[i]) for i, start, stop in pieces)
 
 
+def test_a_parameter_with_fewer_units_than_ranks_has_no_empty_pieces():
+    """A piece without elements was made where two cuts fell together within a parameter."""
+    for numels in ([19200, 300], [600], [1000, 0, 1000], [0, 600, 0]):
+        for ranks in range(1, 9):
+            pieces = [
+                piece for own in partition(numels, ranks=ranks, unit=512 if 600 in numels else 16384) for piece in own
+            ]
+            assert [i for i, start, stop in pieces if start == stop] == [
+                i for i, numel in enumerate(numels) if not numel
+            ]
+            assert sum(stop - start for _, start, stop in pieces) == sum(numels)
+
+
 def test_large_parameters_are_divided_to_within_a_unit():
     sizes = [
         sum(stop - start for _, start, stop in pieces) for pieces in partition([10**6, 10**6], ranks=4, unit=16384)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.engine.totals import sent_to
+
 __all__ = ["BufferVector"]
 
 _LOW = 0xFFFFFFFF
@@ -77,7 +79,7 @@ class BufferVector:
             head = [*changed, *(number >> 32 for number in numbers), *(number & _LOW for number in numbers)]
             vector.head.copy_(torch.frombuffer(array("d", head), dtype=torch.float64))
             return vector.all
-        vector.head[: len(changed)] = torch.tensor(changed, dtype=torch.float64)
+        vector.head[: len(changed)] = sent_to(self._device, changed, torch.float64)
         if whole:
             joined = torch.cat([_as_int64(value).reshape(-1) for value in whole]).to(self._device)
             vector.head[len(changed) :] = torch.cat([joined >> 32, joined & _LOW])

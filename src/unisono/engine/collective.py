@@ -28,7 +28,7 @@ from unisono.engine.optimizer_hooks import is_hooked
 from unisono.engine.row_exchange import RowExchange
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, owners_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
+from unisono.engine.totals import COUNT, Totals, as_tensor, sent_to, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
@@ -293,7 +293,7 @@ class CollectiveEngine(GradientAccumulation):
         if all(used):
             row.fill_(1.0)  # the common case, without another tensor
         else:
-            row[COUNT:] = torch.tensor(used, device=row.device)
+            row[COUNT:] = sent_to(row.device, used, torch.float32)
         row[:COUNT] = as_tensor(self._totals[i].total())
 
     def _launch_full_buckets(self) -> None:

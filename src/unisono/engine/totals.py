@@ -8,14 +8,14 @@ there, and the host does not wait for them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import add
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["COUNT", "Totals", "TotalsRow", "add_rows", "as_tensor", "rounded_sum", "row_of", "totals_of"]
+__all__ = ["COUNT", "Totals", "TotalsRow", "add_rows", "as_tensor", "rounded_sum", "row_of", "sent_to", "totals_of"]
 
 COUNT = 6
 """Numbers in a row: the loss, the high and low parts of the weight; and how many leaves changed a new buffer, have
@@ -51,9 +51,15 @@ def row_of(
     if loss.device.type == "cpu":
         return array("f", (loss.item(), high, low, new_buffers, has_values, wants_resize))
     flags = [new_buffers, has_values, wants_resize]
-    row = torch.tensor([0.0, high, low, *flags], dtype=torch.float32, device=loss.device)
-    row[0] = loss.detach()  # without waiting for the device
+    row = sent_to(loss.device, [0.0, high, low, *flags], torch.float32)
+    row[0] = loss.detach()
     return row
+
+
+def sent_to(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return numbers of the host as a vector on a device, without waiting for what the device has to do."""
+    # CUDA has read a few bytes of unpinned memory when the call returns, and does not wait for the stream.
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def add_rows(left: TotalsRow, right: TotalsRow) -> TotalsRow:

@@ -17,7 +17,7 @@ from unisono.parallel.placed.forward import refuse_placed
 from unisono.parallel.sharding import Shard
 from unisono.parallel.sharding.built_parts import built_parts
 from unisono.parallel.sharding.divided_model import DividedModel, check_memory
-from unisono.parallel.sharding.division_checks import check_divisible, check_optimizers, refuse_compiled
+from unisono.parallel.sharding.division_checks import check_divisible, check_optimizers, refuse_compiled, refuse_gpus
 from unisono.trainer.closure import needs_closure
 
 __all__ = ["built_tensors", "check_built", "check_cut_optimizers", "cut_model", "divide_model"]
@@ -109,6 +109,7 @@ def cut_model(
     find_blocks(model, pipeline.names or ())
     if pipeline.zero == 1:
         check_optimizers(optimizers.values(), argument="zero=1")
+        refuse_gpus("Pipeline(zero=1)", model, "leave out zero=1")
         check_memory(model, "Pipeline(zero=1)")
     if world.size == 1:
         return None

@@ -151,7 +151,7 @@ class UnitExchange:
             )
         with self._unbroken(), uncounted_collectives():
             self._vote(wanted)
-            votes = [vote.tolist() for vote in self._votes]
+            votes: list[list[int]] = torch.stack(self._votes).tolist()
             failed = [rank for rank, vote in enumerate(votes) if vote[0] == _FAILED]
             if failed:
                 self._is_open = False
@@ -175,8 +175,7 @@ class UnitExchange:
         words = [0] * self._words
         for unit in self._complete:
             words[unit // _BITS] |= 1 << unit % _BITS
-        own[0] = wanted
-        own[1:] = torch.tensor(words, dtype=torch.int64)
+        own.copy_(torch.tensor([wanted, *words], dtype=torch.int64), non_blocking=True)
         self._transfer(dict.fromkeys(self._peers(), own), {peer: self._votes[peer] for peer in self._peers()})
 
     def _send_weights(self, number: int, ranks: Collection[int]) -> None:

@@ -29,7 +29,7 @@ from unisono.engine.sharded.unit import PieceLayout
 from unisono.engine.shared.step_metadata import note, unscale
 from unisono.engine.sparse_tables import split_sparse
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
+from unisono.engine.totals import COUNT, Totals, as_tensor, sent_to, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
 from unisono.errors import UnisonoError
 from unisono.machine import give_memory_back
@@ -121,7 +121,7 @@ class ShardedEngine(GradientAccumulation):
         for i, used in enumerate(self._used):
             row = self._totals_sum.rows[i]
             row[:COUNT] = as_tensor(self._totals[i].total())
-            row[COUNT : COUNT + len(used)] = torch.tensor(used)
+            row[COUNT : COUNT + len(used)] = sent_to(row.device, used, torch.float32)
         self._totals_sum.launch()
         self._totals_sum.advance()
 

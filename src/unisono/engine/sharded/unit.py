@@ -204,10 +204,14 @@ class ShardedUnit:
         if self.is_together:
             return None
         found = None
+        if self.device.type == "cpu":
+            values = [number.item() for number in self._numbers]
+            kept = [cmath.isnan(value) if fill else not value for value, fill in zip(values, self._fills, strict=True)]
+        else:  # with one wait for the device
+            pairs = zip(self._numbers, self._fills, strict=True)
+            kept = torch.stack([number.isnan() if fill else number == 0 for number, fill in pairs]).tolist()
         for i, number in enumerate(self._numbers):
-            value = number.item()
-            is_kept = cmath.isnan(value) if self._fills[i] else not value
-            if not is_kept or self.parameters[i]._version != self._versions[i]:
+            if not kept[i] or self.parameters[i]._version != self._versions[i]:
                 number.fill_(self._fills[i])
                 self._versions[i] = self.parameters[i]._version
                 found = found or self.names[i]

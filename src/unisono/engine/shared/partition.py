@@ -21,7 +21,7 @@ class Piece(NamedTuple):
 def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Piece]]:
     """Divide parameters evenly; one that is longer than a unit may be cut at multiples of the unit.
 
-    A parameter without elements has a piece, too, since optimizers keep state for it.
+    A parameter without elements has a piece, too, since optimizers keep state for it. No other piece is empty.
 
     >>> [[tuple(piece) for piece in pieces] for pieces in partition([100, 300, 0], ranks=2, unit=64)]
     [[(0, 0, 100), (1, 0, 128)], [(1, 128, 300), (2, 0, 0)]]
@@ -47,7 +47,7 @@ def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Piec
         [
             Piece(i, max(first - start, 0), min(last, stop) - start)
             for i, (start, stop) in enumerate(pairwise(ends))
-            if start < last and (first < stop or first == start)
+            if max(first, start) < min(last, stop) or first <= start == stop < last
         ]
         for first, last in pairwise(cuts)
     ]

@@ -84,10 +84,14 @@ class MessageLayout(Generic[Key]):
             place = _view(memory, offset, layout, strides)
             _thin(place).copy_(_thin(tensor.detach(), strides))
         if self._are_gradients:
-            memory[: self._header * _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE).copy_(torch.tensor(header))
+            memory[: self._header * _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE).copy_(
+                torch.tensor(header), non_blocking=True
+            )
         if self._has_random_state:
             assert message.random_state is not None
-            memory[self._state_offset :].copy_(message.random_state[: self.nbytes - self._state_offset])
+            memory[self._state_offset :].copy_(
+                message.random_state[: self.nbytes - self._state_offset], non_blocking=True
+            )
         return memory
 
     def unpack(self, memory: Tensor) -> Message[Key]:

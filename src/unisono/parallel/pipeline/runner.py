@@ -19,7 +19,7 @@ from unisono.collectives.pair_channels import PairChannels
 from unisono.parallel.pipeline.messages import Message, MessageLayout
 from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.plan_cache import PlanCache
-from unisono.parallel.pipeline.routes import StageRoutes, stage_routes
+from unisono.parallel.pipeline.routes import StageRoutes, channels_of, stage_routes
 from unisono.parallel.pipeline.schedule import Action, Schedule, make_schedule
 from unisono.parallel.pipeline.stage import Gradients, Stage, StagePass
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
@@ -137,6 +137,8 @@ class PipelineRunner:
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
         self._stages: dict[tuple[int, int], tuple[Stage, StageRoutes]] = {}
         self._channels: PairChannels | None = None
+        self._opened: dict[int, PipelinePlan] = {}
+        """The plans whose channels are open, by identity; kept, so that no other one gets it."""
         self._waits: dict[tuple[str, int], Wait] = {}
         """By what is called and the other rank of the pipeline."""
         self.connect(group)
@@ -145,6 +147,7 @@ class PipelineRunner:
         """Use another group of as many ranks, in the same order, from the next step on. None: release the group."""
         if self._channels is not None:
             self._channels.close()
+        self._opened.clear()
         self._group, self._channels = group, None if group is None else PairChannels(group)
         self._least_ahead = _LEAST_AHEAD if group is not None and dist.get_backend(group) == "shm" else 0
         self._waits.clear()
@@ -192,6 +195,7 @@ class PipelineRunner:
         schedule = self._schedule_for(len(micro_batches))
         actions = schedule.actions[self._rank]
         step = _Step(function, plans, schedule.stage_ranks)
+        self._open(step)
         for action in self._with_receives(step, actions):
             if action.kind == "forward":
                 self._forward(step, action, micro_batches[action.micro_batch], passes)
@@ -214,11 +218,31 @@ class PipelineRunner:
         actions = [Action("forward", stage, number) for number in range(len(micro_batches)) for stage in stages]
         stage_ranks = tuple(stage % self._ranks for stage in range(self.num_stages))
         step = _Step(function, plans, stage_ranks)
+        self._open(step)
         for action in self._with_receives(step, actions):
             self._forward(step, action, micro_batches[action.micro_batch], passes)
             step.passes.clear()
             step.sends = [each for each in step.sends if not each.is_over]
         step.finish_sends()
+
+    def _open(self, step: _Step) -> None:
+        """Open the channels of plans that are new, where channels must be opened."""
+        if self._channels is None or self._channels.device.type == "cpu":
+            return
+        for number, plan in {id(plan): plan for plan in step.plans}.items():
+            if number in self._opened:
+                continue
+            if len(self._opened) >= _KEPT_STAGES:
+                self._opened.clear()
+            self._opened[number] = plan
+            for channel in channels_of(plan, self._parameter_layouts()):
+                source, target = (step.stage_ranks[stage] for stage in channel)
+                if source != target and self._rank in (source, target):
+                    self._channels.open(channel, sends=self._rank == source)
+
+    def _parameter_layouts(self) -> dict[str, TensorLayout]:
+        named = self._model.named_parameters()
+        return {name: self._layouts.get(name) or TensorLayout.of(parameter) for name, parameter in named}
 
     def _schedule_for(self, micro_batches: int) -> Schedule:
         return make_schedule(
@@ -292,12 +316,8 @@ class PipelineRunner:
         if key not in self._stages:
             if len(self._stages) >= _KEPT_STAGES:
                 self._stages.clear()
-            parameters = {
-                name: self._layouts.get(name) or TensorLayout.of(parameter)
-                for name, parameter in self._model.named_parameters()
-            }
             stage = Stage(plan, number, self._model, starts=self._starts)
-            self._stages[key] = stage, stage_routes(plan, number, parameters)
+            self._stages[key] = stage, stage_routes(plan, number, self._parameter_layouts())
         return self._stages[key]
 
     def _post(self, step: _Step, action: Action, *, ahead: bool) -> None:

@@ -254,7 +254,10 @@ def _check_memory(model: nn.Module) -> None:
         memory = memory_of(tensor)
         if memory is None or not tensor.numel():
             if name in named and tensor.device.type != "cpu":
-                raise ValueError(f"Shard works on CPU ranks alone so far, and {name!r} is on {tensor.device}")
+                raise ValueError(
+                    f"unisono.parallel.build works on CPU ranks alone so far, and {name!r} is on {tensor.device}: make "
+                    "the model without it, and give the Trainer parallel=Shard()"
+                )
             continue
         if name in named and not is_dense(tensor):
             raise ValueError(

@@ -14,7 +14,7 @@ from unisono.parallel.sharding.divided_model import check_memory
 from unisono.parallel.sharding.shard import Shard
 from unisono.parallel.sharding.units import blocks_of, check_replicas
 
-__all__ = ["check_divisible", "check_optimizers", "refuse_compiled"]
+__all__ = ["check_divisible", "check_optimizers", "refuse_compiled", "refuse_gpus"]
 
 
 def refuse_compiled(caller: str) -> ValueError:
@@ -27,6 +27,19 @@ def refuse_compiled(caller: str) -> ValueError:
         f"{caller} brings the parameters of blocks together when they are called, and torch.compile has made one "
         "program of the whole model: compile the blocks instead, such as model.layers[0].compile()"
     )
+
+
+def refuse_gpus(caller: str, model: nn.Module, remedy: str) -> None:
+    """Raise ValueError for a model on GPUs, where `caller` has not been tried.
+
+    Args:
+        caller: What divides it, as the user writes it.
+        model: The model.
+        remedy: What to do instead.
+    """
+    found = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
+    if found is not None:
+        raise ValueError(f"{caller} works on CPU ranks alone so far, and the model is on {found}: {remedy}")
 
 
 def check_divisible(
@@ -51,6 +64,8 @@ def check_divisible(
     blocks_of(shard, model)
     if built_parts(model) is None:
         check_memory(model)
+    else:
+        refuse_gpus("unisono.parallel.build", model, 'make the model without it, or train on device="cpu"')
     check_replicas(shard, ranks)
 
 

@@ -19,7 +19,7 @@ from unisono.errors import RankMismatchError
 from unisono.mismatch import Document
 from unisono.parallel.remote_module import refuse_remote
 from unisono.parallel.sharding.built_parts import built_parts
-from unisono.parallel.sharding.division_checks import check_divisible, refuse_compiled
+from unisono.parallel.sharding.division_checks import check_divisible, refuse_compiled, refuse_gpus
 from unisono.parallel.sharding.shard import Shard
 from unisono.parallel.wrappers import is_distributed, wrapper_of
 from unisono.state.digest import digest
@@ -137,6 +137,7 @@ def check_loop(model: Any, optimizer: Any, parallel: Any, scaler: Any, *, ranks:
                 f"parameter {name!r} has a gradient hook of replicate(), a Trainer or another {_CALLER}, which sums "
                 "its gradients already: use one of them for a model"
             )
+    refuse_gpus(_CALLER, model, "train it with a Trainer and parallel=Shard(), which divides models on GPUs, too")
     check_divisible(settings, model, optimizers.values(), ranks, caller=_CALLER, argument=_CALLER)
     built = built_parts(model)
     if built is not None:
