@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?= tests
+GPU_PYTHON ?= python3
 
 .PHONY: demo test lint bench soak schedulers ray gpu clean
 
@@ -28,7 +29,7 @@ ray: $(VENV)/.stamp-dev
 
 # Tests that need an NVIDIA GPU and a torch for CUDA: GPU_PYTHON is a Python that has it, with what pytest needs.
 gpu:
-	FRESH_LAUNCHES=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -rs tests/gpu tests/trainer/test_recovery.py -k "gpu or ways or values"
+	FRESH_LAUNCHES=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -rs tests/gpu tests/trainer/test_recovery.py -k gpu
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -69,7 +69,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(planning, "unisono plan against the memory and the steps of runs"),
     _benchmark(shards, "parallel=Shard(...): memory against replicas, steps against torch's fully_shard"),
     _benchmark(pipeline, "parallel=Pipeline(...) against the schedule's ideal and torch.distributed.pipelining"),
-    _benchmark(gpu, "Trainer.step on a GPU against a hand-written loop, and shards there against torch's fully_shard"),
+    _benchmark(gpu, "Trainer.step on an NVIDIA GPU against a hand-written loop"),
     _benchmark(split, "the automatic split of a pipeline against the best split, found by brute force"),
     _benchmark(exchange, "the exact sum over ranks against gloo's all_reduce"),
     _benchmark(collectives, "process groups over shared memory against gloo"),

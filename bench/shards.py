@@ -38,7 +38,7 @@ from bench.rows import Goal, Row, summarise
 from bench.sides import ByHand, OneMicroBatch, TrainerSide, check_equal
 from unisono.parallel import Shard, build, shard
 
-__all__ = ["run", "stack_of_blocks"]
+__all__ = ["run"]
 
 _MEMORY_GOAL = Goal(of="ratio", bound=2.5)  # at most 0.4 times a replica's
 _TIME_GOAL = Goal(of="ratio", bound=0.909)  # at most 1.1 times fully_shard's
@@ -88,7 +88,7 @@ def _beside(row: Row, replica: Row, goal: Goal | None) -> Row:
     return replace(row, peer=replica.ours, goal=goal)
 
 
-def stack_of_blocks(width: int, blocks: int, *, block: int = 1) -> Subject:
+def _subject(width: int, blocks: int, *, block: int = 1) -> Subject:
     """Make a stack of equal blocks of two linear layers."""
 
     def build() -> nn.Module:
@@ -135,7 +135,7 @@ def _memory(width: int, blocks: int, options: dict[str, Any] | None, name: str, 
 def _resume(width: int, blocks: int, options: dict[str, Any] | None, name: str, folder: str) -> list[Row]:
     """Measure how much the making of a Trainer takes that goes on from a checkpoint, above the model's own memory."""
     _warm_up()
-    model = stack_of_blocks(width, blocks).build()
+    model = _subject(width, blocks).build()
     before = _status_mb("VmRSS")
     _forget_peak()
     side = _side(width, blocks, options, Path(folder), model=model)
@@ -148,7 +148,7 @@ def _start(width: int, blocks: int, options: dict[str, Any] | None, name: str) -
     _warm_up()
     before = _status_mb("VmRSS")
     _forget_peak()
-    make = stack_of_blocks(width, blocks).build
+    make = _subject(width, blocks).build
     torch.manual_seed(0)
     side = _side(
         width, blocks, options, None, model=make() if options is None else build(make, parallel=Shard(**options))
@@ -167,7 +167,7 @@ def _warm_up() -> None:
 def _side(
     width: int, blocks: int, options: dict[str, Any] | None, folder: Path | None, *, model: nn.Module | None = None
 ) -> TrainerSide:
-    subject, ranks = stack_of_blocks(width, blocks), dist.get_world_size()
+    subject, ranks = _subject(width, blocks), dist.get_world_size()
     if model is not None:
         subject = replace(subject, build=lambda: model)
     division: dict[str, Any] = {"engine": "collective"} if options is None else {"parallel": Shard(**options)}
@@ -182,7 +182,7 @@ def _row(what: str, own: float, width: int, blocks: int, name: str) -> Row:
     most = max(everyone)
     return summarise(
         "shards",
-        f"{stack_of_blocks(width, blocks).name}, {ranks} ranks, {what}",
+        f"{_subject(width, blocks).name}, {ranks} ranks, {what}",
         ours=[most],
         peer=[most],
         peer_name="replicas",
@@ -235,7 +235,7 @@ def _mean(loss: float) -> float:
 
 
 def _against_fully_shard(effort: Effort, width: int, block: int) -> list[Row]:
-    subject, ranks = stack_of_blocks(width, 8, block=block), dist.get_world_size()
+    subject, ranks = _subject(width, 8, block=block), dist.get_world_size()
     ours = TrainerSide(subject, virtual_ranks=ranks, shares=ranks, parallel=Shard())
     peer = ByHand(subject, wrap=_fully_sharded)
     loss, _ = ours.step()
@@ -247,7 +247,7 @@ def _against_fully_shard(effort: Effort, width: int, block: int) -> list[Row]:
 
 
 def _loop_against_fully_shard(effort: Effort, width: int, block: int) -> list[Row]:
-    subject = stack_of_blocks(width, 8, block=block)
+    subject = _subject(width, 8, block=block)
     torch.manual_seed(dist.get_rank())
     x, y = subject.inputs(subject.batch_size), subject.targets(subject.batch_size)
     batch = OneMicroBatch([[x, y]])

@@ -35,9 +35,8 @@ def push(state, action):
 
 def play(policy):
     """Play episodes until the pole falls, the cart has left, or 200 moves are done."""
-    device = next(policy.parameters()).device
-    state, states, actions, alive = torch.empty(args.episodes, 4, device=device).uniform_(-0.05, 0.05), [], [], []
-    up = torch.ones(args.episodes, dtype=torch.bool, device=device)
+    state, states, actions, alive = torch.empty(args.episodes, 4).uniform_(-0.05, 0.05), [], [], []
+    up = torch.ones(args.episodes, dtype=torch.bool)
     while up.any() and len(states) < 200:
         action = torch.distributions.Categorical(logits=policy(state)).sample()
         states.append(state)
@@ -56,7 +55,8 @@ def loss(policy, batch):
 
 
 optimizer = torch.optim.Adam(policy.parameters(), lr=0.02)
-trainer = unisono.Trainer(policy, optimizer, virtual_ranks=4, directory=args.directory)
+# On the CPU, since a GPU would be waited for in each of 200 moves.
+trainer = unisono.Trainer(policy, optimizer, virtual_ranks=4, device="cpu", directory=args.directory)
 for _ in trainer.epochs(1):
     for batch in trainer.rollouts(play, steps=args.steps):
         trainer.step(loss, batch)

@@ -9,6 +9,7 @@ import time
 import torch
 import unisono
 from unisono.collectives.world import World
+from unisono.engine.copied_all_reduce import CopiedAllReduce
 from unisono.engine.host_tree_all_reduce import HostGrid, HostRanks, HostTreeAllReduce
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import Node, fold
@@ -30,7 +31,11 @@ def layout(count):
 hosts = HostRanks(HostGrid(world.size // per_host, per_host))
 if shares:
     hosts = HostRanks.sharing(world, hosts.grid, world.gather((f"rank {world.rank}", own_process())))
-exchange = HostTreeAllReduce(world, hosts, numel, widest=layout(virtual_ranks), dtype=torch.float32)
+options = {"widest": layout(virtual_ranks), "dtype": torch.float32}
+if sys.argv[3] == "copies":
+    exchange = CopiedAllReduce(world, numel, **options, device=torch.device("cpu"))
+else:
+    exchange = HostTreeAllReduce(world, hosts, numel, **options)
 rng = random.Random(world.rank)
 for turn, count in enumerate([virtual_ranks, 1, virtual_ranks - 1, virtual_ranks // 2, virtual_ranks] * 2):
     factor = 2.0 ** (turn % 8)
@@ -38,7 +43,7 @@ for turn, count in enumerate([virtual_ranks, 1, virtual_ranks - 1, virtual_ranks
     for row, node in zip(exchange.rows, step.nodes[world.rank]):
         row[:numel] = value(node, count) * factor
     exchange.launch()
-    for _ in range(3):
+    for _ in range(exchange.phases - 1):
         time.sleep(0.003 * rng.random())  # ranks are at different places
         exchange.advance()
     total = exchange.finish(None)[:numel]
@@ -53,3 +58,9 @@ print("equal")
 def test_the_sum_is_that_of_the_tree(fork_ranks, hosts, per_host, virtual_ranks, within):
     job = fork_ranks(hosts * per_host, SCRIPT, per_host, virtual_ranks, within)
     assert job.out.count("equal") == hosts * per_host
+
+
+@pytest.mark.parametrize(("ranks", "virtual_ranks"), [(2, 2), (2, 6), (3, 11)])
+def test_the_sum_of_copies_is_that_of_the_tree(fork_ranks, ranks, virtual_ranks):
+    """As for ranks that share a GPU, whose rows are copied to the CPU."""
+    assert fork_ranks(ranks, SCRIPT, 1, virtual_ranks, "copies").out.count("equal") == ranks

@@ -16,6 +16,23 @@ def test_a_remote_module_has_the_bits_of_a_local_one(fork_ranks, ranks, owner):
     assert [done.lines(rank) for rank in range(ranks)] == [["same"]] * ranks
 
 
+EVAL = """
+import torch
+import unisono
+
+unisono.init()
+torch.manual_seed(0)
+module = unisono.parallel.remote(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).eval(), on=1)
+x = torch.ones(2, 4)
+print(module.training, torch.equal(module(x), module(x)))
+"""
+
+
+def test_a_module_in_eval_mode_is_in_eval_mode_on_all_ranks(fork_ranks):
+    done = fork_ranks(2, EVAL)
+    assert [done.lines(rank) for rank in range(2)] == [["False True"]] * 2
+
+
 TOLD = {
     "module fails": (
         "KeyError: 'too large'",

@@ -312,14 +312,14 @@ class BufferTransaction:
         if self._vector is None:
             buffers = [tensor for i in self._known if (tensor := self._tracked[i].tensor) is not None]
             assert len(buffers) == len(self._known)
-            self._vector = BufferVector(buffers, self._world.device)
+            self._vector = BufferVector(buffers, self._device())
         return self._vector
 
     def _send(self) -> None:
         layout = self._layouts.of(self._leaves)
         if self._all_reduce is None:
             self._all_reduce = self._make_all_reduce(
-                self._places().numel, widest=self._layouts.widest, dtype=torch.float64, device=self._world.device
+                self._places().numel, widest=self._layouts.widest, dtype=torch.float64, device=self._device()
             )
         self._all_reduce.start(layout)
         for row, vector in zip(self._all_reduce.rows, self._node_sums(layout), strict=False):

@@ -71,8 +71,10 @@ class BufferVector:
         vector = self._vectors.get(leaf)
         if vector is None:
             vector = self._vectors[leaf] = self._allocate()
-        if self._floating:
+        if self._floating and self._device.type == "cpu":
             torch._foreach_copy_(vector.floating, [values[k] for k in self._floating])
+        elif self._floating:  # on a GPU, that would take a kernel for each
+            vector.all[self._start :] = torch.cat([values[k].reshape(-1) for k in self._floating])
         whole = [] if leaf else [values[k] for k in self._whole]
         if self._has_counters_only:
             numbers = [int(value) for value in whole] or [0] * len(self._whole)
