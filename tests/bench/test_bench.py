@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,7 @@ def test_list_names_every_benchmark_with_a_line(command, capsys):
         "planning",
         "shards",
         "pipeline",
+        "gpu",
         "split",
         "exchange",
         "collectives",
@@ -272,6 +274,12 @@ def test_a_small_cost_is_found_among_disturbances(monkeypatch):
     cost = cost_of([1.01 * each for each in noise[0]], noise[1])
     assert cost.low < 0.01 < cost.high and cost.high - cost.low < 0.005
     assert cost_of([2.02] * 8, [2.0] * 8) == pytest.approx((0.01, 0.01, 0.01))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_benchmark_of_gpus_says_that_there_is_none(command, capsys):
+    assert command(["gpu", "--quick"]) == 1
+    assert "there is no NVIDIA GPU, or torch was built without CUDA" in capsys.readouterr().err
 
 
 @pytest.mark.soak
