@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -117,3 +118,34 @@ def test_a_lock_that_is_held_is_waited_for(make_runtimes):
         with locks[1].hold(0, 0):
             pass
     assert waits == [(0, False)]
+
+
+@pytest.mark.parametrize("kind", [DirectRows, PairedRows])
+def test_rows_that_take_turns_keep_nothing_that_a_step_has_made(kind, make_runtimes):
+    """It would lie among the tensors of the step, which then leave holes: 45 MB for a model of a million parameters."""
+    parameters = [torch.zeros(shape) for shape in _SHAPES]
+    parts = partition([p.numel() for p in parameters], ranks=3, unit=BLOCK)
+    layout = NodeLayouts(3, virtual_ranks=_VIRTUAL_RANKS).widest
+    ranks = [kind(runtime, parameters, parts, widest=layout, spare=2) for runtime in make_runtimes(3)]
+    turns = [[rows, rows.turned(0), rows.turned(1)] for rows in ranks]
+    for rows in (rows for of_rank in turns for rows in of_rank):
+        rows.prepare()
+
+    def tensors():
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    before = tensors()
+    for attempt in range(1, 4):
+        for of_rank in turns:
+            rows = of_rank[attempt - 1]
+            rows.start(layout, attempt)
+            for i in range(len(layout.nodes[rows.rank])):
+                rows.put_all(i, [torch.ones(shape) for shape in _SHAPES])
+            rows.flush()
+        for of_rank in turns:
+            of_rank[attempt - 1].reduce([True] * len(_SHAPES), 1.0)
+            of_rank[attempt - 1].forget()
+    assert tensors() == before
+    nodes = sum(map(len, layout.nodes))
+    assert all(gradient.eq(nodes).all() for gradient in turns[0][2].gradients)

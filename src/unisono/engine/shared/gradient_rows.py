@@ -85,6 +85,14 @@ class GradientRows(ABC, Generic[_Plan]):
         turned._find_places()
         return turned
 
+    def prepare(self) -> None:
+        """Make now what steps with all virtual ranks keep.
+
+        Made within a step, it would lie among what the step allocates, and keep the memory between from being used as
+        one: with eight rows that take turns, 45 MB more for a model of 1.2 million parameters.
+        """
+        self._plan_for(self.widest)
+
     def start(self, layout: NodeLayout, attempt: int) -> None:
         """Begin a step. Nothing is written yet.
 
@@ -92,10 +100,7 @@ class GradientRows(ABC, Generic[_Plan]):
             layout: The nodes of each rank.
             attempt: The number of the step: equal on all ranks, and not used before.
         """
-        plan = self._plans.get(layout.leaves)
-        if plan is None:
-            plan = self._plans[layout.leaves] = self._make_plan(layout)
-        self._plan, self._attempt = plan, attempt
+        self._plan, self._attempt = self._plan_for(layout), attempt
         self._own = [[None] * len(self.strides) for _ in layout.nodes[self.rank]]
 
     @abstractmethod
@@ -135,6 +140,12 @@ class GradientRows(ABC, Generic[_Plan]):
     def vector(self, row: int, index: int, start: int, stop: int) -> Tensor:
         """Return a range of a parameter's elements in a row, as a vector in memory order."""
         return self._layout.vector(self._segment, index, start, stop, base=self._base(row))
+
+    def _plan_for(self, layout: NodeLayout) -> _Plan:
+        plan = self._plans.get(layout.leaves)
+        if plan is None:
+            plan = self._plans[layout.leaves] = self._make_plan(layout)
+        return plan
 
     def _base(self, row: int) -> int:
         return (row or self._first) * self._layout.nbytes

@@ -88,16 +88,13 @@ class PairedRows(GradientRows[_PairedPlan]):
     def _find_places(self) -> None:
         super()._find_places()
         self._places: dict[tuple[int, int], list[Tensor]] = {}
-        """The places of the pieces, by row and parameter."""
+        """The places of the pieces in this rank's rows, by row and parameter."""
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
         """Write the gradient, or add it to the partner's; see `GradientRows`."""
         rank = self.rank
         row, partner = self._plan.rows[rank, i], self._plan.partners.get((rank, i))
-        places = self._places.get((row, index))
-        if places is None:
-            places = [self.vector(row, index, start, stop) for start, stop in self._bounds[index]]
-            self._places[row, index] = places
+        places = self._places[row, index]
         sources: Sequence[Tensor | None] = [None] * len(places)
         if gradient is not None and places:
             sources = torch.split(in_memory_order(gradient, self.strides[index]), _PIECE)
@@ -131,7 +128,13 @@ class PairedRows(GradientRows[_PairedPlan]):
         return sum(map(len, self.widest.nodes))
 
     def _make_plan(self, layout: NodeLayout) -> _PairedPlan:
-        return _PairedPlan(layout)
+        plan = _PairedPlan(layout)
+        for i in range(len(layout.nodes[self.rank])):
+            row = plan.rows[self.rank, i]
+            for index, bounds in enumerate(self._bounds):
+                if (row, index) not in self._places:
+                    self._places[row, index] = [self.vector(row, index, start, stop) for start, stop in bounds]
+        return plan
 
 
 class _Locks:

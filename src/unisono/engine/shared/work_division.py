@@ -74,6 +74,8 @@ def divide_work(
     spare = TURNS - 1 if is_large and keeps_gradients and not is_whole else 0
     row_sets = [make(runtime, parameters, parts, widest=widest, spare=spare) for _ in range(1 if is_large else 2)]
     row_sets += [row_sets[0].turned(number) for number in range(spare)]
+    for rows in row_sets:
+        rows.prepare()
     if is_whole:
         places = [parameters[piece.parameter] for piece in pieces]
         gradients = [[rows.gradients[piece.parameter] for piece in pieces] for rows in row_sets]
