@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from unisono.collectives.group import known_group
 
 __all__ = ["Channel", "PairChannels"]
 
@@ -29,12 +28,11 @@ class PairChannels:
 
     Args:
         group: The group. Every rank must make its channels in the same order.
+        device: From where messages travel: the GPU over NCCL, otherwise the CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.device = known_group(group).bytes_device(accelerated=True)
-        """Where messages must be."""
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self.device = group, device
         self._name = f"unisono_channels_{next(_numbers)}/{group.group_name}"
         self._pairs: dict[Channel, Any] = {}
 

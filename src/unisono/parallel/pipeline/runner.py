@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ __all__ = ["LossRoot", "Passes", "PipelineRunner"]
 LossRoot = tuple[Tensor, Tensor | None]
 """A tensor from which backward starts, and its gradient; None for 1."""
 
+_CPU = torch.device("cpu")
 _AHEAD = 2
 """Passes for which receives are posted before the one that runs."""
 _LEAST_AHEAD = 512 * 1024
@@ -118,6 +120,7 @@ class PipelineRunner:
         starts: The names of the blocks with which stages begin, from the second stage on.
         schedule: The name of a schedule.
         group: The ranks of the pipeline; stage s is on rank s modulo their number. None: one rank has all stages.
+        device: From where messages travel.
         layouts: Those of parameters whose memory has been given back, by name, as it is at the time.
     """
 
@@ -128,9 +131,10 @@ class PipelineRunner:
         starts: Sequence[str],
         schedule: str,
         group: dist.ProcessGroup | None,
+        device: torch.device = _CPU,
         layouts: Mapping[str, TensorLayout] = MappingProxyType({}),
     ) -> None:
-        self._layouts = layouts
+        self._layouts, self._device = layouts, device
         self._model, self._starts = model, tuple(starts)
         self._plans: dict[Any, PlanCache] = {}
         self._schedule = schedule
@@ -148,7 +152,7 @@ class PipelineRunner:
         if self._channels is not None:
             self._channels.close()
         self._opened.clear()
-        self._group, self._channels = group, None if group is None else PairChannels(group)
+        self._group, self._channels = group, None if group is None else PairChannels(group, self._device)
         self._least_ahead = _LEAST_AHEAD if group is not None and dist.get_backend(group) == "shm" else 0
         self._waits.clear()
 
