@@ -9,7 +9,8 @@ libraries read from the environment on import is what this process had. Tests to
 With FRESH_LAUNCHES=1 in the environment all tests start the command.
 
 It reads one job a line from standard input, as JSON, and answers with the exit code and with what was left behind. The
-agent of a job that names a parent becomes a child of that, and its process id is the answer.
+agent of a job that names a parent becomes a child of that, and its process id is the answer. Others than the
+command `unisono` are in spawn_agents.py.
 The interpreter runs the code that `serve` returns at its top level, so that no frame of this file lies below a rank.
 """
 
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -55,7 +57,7 @@ def serve() -> str:
         job = json.loads(line)
         if "parent" in job:
             if not (pid := _start(job)):
-                return _become_agent(job)
+                return _take_place(job)
             print(pid, flush=True)
             continue
         job["files"] = [
@@ -64,8 +66,8 @@ def serve() -> str:
         ]
         pid = os.fork()
         if not pid:
-            return _become_agent(job)
-        _close(job["files"])
+            return _take_place(job)
+        close(job["files"])
         print(json.dumps([_wait(pid, job["timeout_s"]), _wait_for_the_rest()]), flush=True)
     return ""
 
@@ -95,25 +97,36 @@ def _start(job: dict) -> int:
     """
     flags = (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)
     job["files"] = [os.open(path, flag) for path, flag in zip(job["paths"], flags, strict=True)]
-    told, tell = os.pipe()
     set_subreaper(False)
+    if not (pid := fork_child_of(job["parent"])):
+        mark_memory(job["mark"])
+        return 0
+    set_subreaper(True)
+    close(job["files"])
+    return pid
+
+
+def fork_child_of(parent: int) -> int:
+    """Fork a process that becomes a child of an ancestor, the nearest that is a subreaper.
+
+    Returns: its process id; 0 in the process itself.
+    """
+    told, tell = os.pipe()
     if not (between := os.fork()):
         if not (pid := os.fork()):
-            _close([told, tell])
-            while os.getppid() != job["parent"]:
+            close([told, tell])
+            while os.getppid() != parent:
                 time.sleep(0.001)
-            mark_memory(job["mark"])
             return 0
         os.write(tell, str(pid).encode())
         os._exit(0)
     os.waitpid(between, 0)
-    set_subreaper(True)
     pid = int(os.read(told, 32))
-    _close([told, tell, *job["files"]])
+    close([told, tell])
     return pid
 
 
-def _close(files: list[int]) -> None:
+def close(files: Iterable[int]) -> None:
     for file in files:
         os.close(file)
 
@@ -148,28 +161,42 @@ def _wait_for_the_rest() -> list[str]:
         time.sleep(0.002)
 
 
-def _become_agent(job: dict) -> str:
-    """Take the place of `python -m unisono`. A child waits to become its fork server."""
+def _take_place(job: dict) -> str:
+    """Take the place of a new process."""
     for number, file in enumerate(job["files"]):
         os.dup2(file, number)
-    _close(job["files"])
-    sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
+    close(job["files"])
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  the old one is the host's
     os.chdir(job["cwd"])
-    _set_environment(job["environment"])
+    set_environment(job["environment"])
+    if job["program"] != "unisono":
+        sys.argv = job["arguments"]
+        return (
+            f"import spawn_agents; exec(spawn_agents.become_{'caller' if job['program'] == 'python' else 'server'}())"
+        )
     sys.path[0] = job["cwd"]  # where it held this file's folder
     sys.argv = ["unisono", *job["arguments"]]
     if job["arguments"][0] == "drill":
         forkserver_handle.subprocess = _SubprocessOfDrill()
         return _AGENT
+    return become_agent(_AGENT)
+
+
+def become_agent(code: str, *, files: Iterable[int] = ()) -> str:
+    """Be an agent, which runs this code. A child waits to become its fork server.
+
+    Args: files are those that the agent has passed on to it, of which the fork server gets what it passes on again.
+    Returns: what each of the two goes on with.
+    """
     # A process that is there before the agent begins is to the agent one of its caller's, which it would not end. So
     # the one that waits forks when it is asked for the server, and ends.
     ours, theirs = socket.socketpair()
     if not (waiting := os.fork()):
         ours.close()
-        return _become_server(Channel(theirs))
+        return _become_server(Channel(theirs), files)
     theirs.close()
     forkserver_handle.subprocess = _Subprocess(waiting, Channel(ours))
-    return _AGENT
+    return code
 
 
 class _Subprocess:
@@ -183,8 +210,9 @@ class _Subprocess:
 
     def Popen(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **options: object):  # noqa: N802
         assert options == {"stdin": subprocess.DEVNULL, "start_new_session": True}
-        assert command[2].endswith(_SERVER) and pass_fds == [int(command[3])]
-        self._channel.send({"environment": env, "agent": int(command[4])}, pass_fds)
+        assert command[2].endswith(_SERVER) and pass_fds[0] == int(command[3])
+        facts = {"environment": env, "agent": int(command[4]), "kept": pass_fds[1:]}
+        self._channel.send(facts, pass_fds[:1])
         os.waitpid(self._waiting, 0)
         ((message, _),) = self._channel.receive()
         self._channel.close()
@@ -211,7 +239,7 @@ class _SubprocessOfDrill:
             os._exit(0)  # the agent is a subreaper
         os.waitpid(between, 0)
         pid = int(os.read(told, 32))
-        _close([told, tell])
+        close([told, tell])
         return _popen(command, pid)
 
 
@@ -233,7 +261,7 @@ def _run_server(command: list[str], environment: dict[str, str], kept: list[int]
                 with suppress(OSError):  # that of the folder
                     os.fstat(file)
                     os.dup2(null, file, inheritable=file == 0)
-        _set_environment(environment)
+        set_environment(environment)
         del sys.path[0]
         sys.argv = ["-c", *command[3:]]
         exec(_SERVER, {"__name__": "__main__"})
@@ -256,7 +284,7 @@ def _popen(command: list[str], pid: int) -> subprocess.Popen[bytes]:
     return process
 
 
-def _become_server(agent: Channel) -> str:
+def _become_server(agent: Channel, files: Iterable[int]) -> str:
     """Take the place of what the agent starts, when it does."""
     while not (received := agent.receive()):
         if agent.closed:
@@ -268,14 +296,18 @@ def _become_server(agent: Channel) -> str:
     while os.getppid() != message["agent"]:
         time.sleep(0.001)
     agent.close()
+    close({*files} - {*message["kept"]})
     os.setsid()
-    _set_environment(message["environment"])
+    set_environment(message["environment"])
     del sys.path[0]
     sys.argv = ["-c", str(file), str(message["agent"])]
     return _SERVER
 
 
-def _set_environment(environment: dict[str, str]) -> None:
+def set_environment(environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # asks the environment again
+    # As the interpreter does when it begins; what this process had itself stays.
+    folders = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in folders if folder not in ("", *sys.path)]

@@ -44,24 +44,36 @@ class LaunchHost:
         self._process = process
         self._make_folder = make_folder
 
-    def run(self, *arguments: str, cwd: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        """Run the command `unisono` as a new process would. Fails if it leaves a process behind."""
+    def run(
+        self, *arguments: str, cwd: Path, environment: Mapping[str, str], program: str = "unisono"
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command `unisono`, or `python`, as a new process. Fails if it leaves a process behind."""
         folder = self._make_folder("launch")
-        code, left = self._ask(arguments, cwd, environment, folder=str(folder), timeout_s=TIMEOUT_S)
+        facts = {"folder": str(folder), "timeout_s": TIMEOUT_S, "program": program}
+        code, left = self._ask(arguments, cwd, environment, **facts)
         out, err = ((folder / name).read_text(errors="surrogateescape") for name in ("out", "err"))
         assert code is not None, f"the job did not end within {TIMEOUT_S} s\n{out[-3000:]}\n{err[-6000:]}"
         assert not left, f"processes left behind: {left}"
         return subprocess.CompletedProcess(arguments, code, out, err)
 
-    def start(self, *arguments: str, cwd: Path, environment: Mapping[str, str], files: Sequence[int], mark: str) -> int:
-        """Start the command `unisono` as a child of this process. Returns: its process id.
+    def start(
+        self,
+        *arguments: str,
+        cwd: Path,
+        environment: Mapping[str, str],
+        files: Sequence[int],
+        mark: str,
+        program: str = "unisono",
+    ) -> int:
+        """Start the command `unisono`, or `python`, as a child of this process. Returns: its process id.
 
         Args: files are its standard input, output and error; what it forks has mapped memory with the mark.
         """
         paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
         set_subreaper(True)
         try:
-            return self._ask(arguments, cwd, environment, paths=paths, mark=mark, parent=os.getpid())
+            facts = {"paths": paths, "mark": mark, "parent": os.getpid(), "program": program}
+            return self._ask(arguments, cwd, environment, **facts)
         finally:
             set_subreaper(False)
 
@@ -76,15 +88,20 @@ class LaunchHost:
 class _ForkedLauncher(subprocess.Popen):
     """A launcher that a host forks, with all that a child has."""
 
-    def __init__(self, host: LaunchHost, arguments: Sequence[str], mark: str, **options: Any) -> None:
-        self._host, self._mark = host, mark
+    def __init__(self, host: LaunchHost, arguments: Sequence[str], mark: str, *, program: str, **options: Any) -> None:
+        self._host, self._mark, self._program = host, mark, program
         super().__init__(arguments, **options)
 
     def _execute_child(self, arguments, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
         files = others[3:9]  # both ends of each of the three pipes
         try:
             self.pid = self._host.start(
-                *arguments, cwd=cwd, environment=env, files=(files[0], files[3], files[5]), mark=self._mark
+                *arguments,
+                cwd=cwd,
+                environment=env,
+                files=(files[0], files[3], files[5]),
+                mark=self._mark,
+                program=self._program,
             )
             self._child_created = True
         finally:
@@ -94,7 +111,7 @@ class _ForkedLauncher(subprocess.Popen):
 class Launcher:
     """Starts `unisono` in a folder. All that descends from it carries a mark in its environment.
 
-    A host forks it if there is one; otherwise, and with options of Popen, it is a new process.
+    A host forks it if there is one; otherwise, and with options of Popen but standard input, it is a new process.
     """
 
     def __init__(self, folder: Path, host: LaunchHost | None = None) -> None:
@@ -112,26 +129,25 @@ class Launcher:
         return name
 
     def start(self, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
-        if self._host is not None and not options:
-            pipe = subprocess.PIPE
-            files = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
-            return _ForkedLauncher(self._host, arguments, self._mark, cwd=self.folder, env=self.environment, **files)
-        return subprocess.Popen(
-            [sys.executable, "-m", "unisono", *arguments],
-            cwd=self.folder,
-            **{
-                "env": self.environment,
-                "stdin": subprocess.DEVNULL,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.PIPE,
-                **options,
-            },
-        )
+        """Start the command `unisono`."""
+        return self._start(arguments, options, program="unisono")
+
+    def start_python(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a script as `python` does; `unisono.spawn` in it starts agents that do not import torch anew either."""
+        return self._start(arguments, {}, program="python")
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the command `unisono`."""
+        return self._run(arguments, program="unisono")
+
+    def run_python(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a script as `start_python` does."""
+        return self._run(arguments, program="python")
+
+    def _run(self, arguments: Sequence[str], *, program: str) -> subprocess.CompletedProcess[str]:
         if self._host is not None:
-            return self._host.run(*arguments, cwd=self.folder, environment=self.environment)
-        with self.start(*arguments) as process:
+            return self._host.run(*arguments, cwd=self.folder, environment=self.environment, program=program)
+        with self._start(arguments, {}, program=program) as process:
             try:
                 out, err = process.communicate(timeout=TIMEOUT_S)
             finally:
@@ -139,6 +155,15 @@ class Launcher:
         return subprocess.CompletedProcess(
             arguments, process.returncode, out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape")
         )
+
+    def _start(self, arguments: Sequence[str], options: Mapping[str, Any], *, program: str) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        files = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, **options}
+        if self._host is not None and options.keys() <= {"stdin"}:
+            facts = {"program": program, "cwd": self.folder, "env": self.environment}
+            return _ForkedLauncher(self._host, arguments, self._mark, **facts, **files)
+        command = [sys.executable, *(() if program == "python" else ("-m", "unisono")), *arguments]
+        return subprocess.Popen(command, cwd=self.folder, **{"env": self.environment, **files})
 
     def run_script(self, source: str, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
         return self.run("run", "-n", str(ranks), self.write("script.py", source), *arguments)

@@ -154,6 +154,9 @@ def _end(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    for stream in (sys.__stdout__, sys.__stderr__):  # where the program has put others in their place
+        if stream is not None and not stream.closed:
+            stream.flush()
     if code:
         time.sleep(_FAILED_STAYS_S)
     os._exit(code & 0xFF)

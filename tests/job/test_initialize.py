@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import unisono
+from launcher import Launcher
 from ports import free_port
 from unisono.errors import GroupError, LaunchError, RankMismatchError
 from unisono.job.current import require_group
@@ -185,7 +186,8 @@ def forked():
         say(error, unisono.rank())
 if __name__ == "__main__":
     os.environ["MASTER_ADDR"] = "localhost"
-    mp.spawn(by_torch, args=(sys.argv[1],), nprocs=2)
+    multiprocessing.set_forkserver_preload(["torch", "unisono.job.initialize"])  # once for both
+    mp.start_processes(by_torch, args=(sys.argv[1],), nprocs=2, start_method="forkserver")
     del os.environ["MASTER_ADDR"]
     unisono.init()  # a notebook has a job of one rank, and starts others
     unisono.spawn(by_us, nprocs=2)
@@ -196,10 +198,11 @@ if __name__ == "__main__":
 """
 
 
-def test_functions_that_a_script_starts_as_processes_find_their_ranks(fork_python, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SPAWNED)
-    lines = fork_python(script, tmp_path / "meet")
+def test_functions_that_a_script_starts_as_processes_find_their_ranks(launch_host, tmp_path):
+    launcher = Launcher(tmp_path, launch_host)
+    done = launcher.run_python(launcher.write("script.py", SPAWNED), str(tmp_path / "meet"))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
     assert {"torch 0", "torch 1", "[0] ours 0", "[1] ours 1"} <= set(lines)
     assert sum("nothing says which rank it is: call init(rank=..., world_size=...)" in line for line in lines) == 2
     assert any("was forked from rank 0 of a job" in line and line.endswith(" 0") for line in lines)
@@ -252,15 +255,13 @@ def test_a_file_of_an_earlier_job_is_recognised(processes, tmp_path):
     assert "the file is left from an earlier job" in err
 
 
-def test_waiting_for_ranks_that_do_not_come_can_be_interrupted():
+def test_waiting_for_ranks_that_do_not_come_can_be_interrupted(launch_host, tmp_path):
+    launcher = Launcher(tmp_path, launch_host)
     program = "import sys, unisono; print(1, flush=True); unisono.init(init_method=sys.argv[1], rank=0, world_size=2)"
     port = free_port()
-    waiting = subprocess.Popen(
-        [sys.executable, "-c", program, f"tcp://127.0.0.1:{port}"],
-        env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    waiting = launcher.start_python(launcher.write("script.py", program), f"tcp://127.0.0.1:{port}")
     assert waiting.stdout is not None
-    assert waiting.stdout.readline() == "1\n"
+    assert waiting.stdout.readline() == b"1\n"
     deadline_s = time.monotonic() + TIMEOUT_S
     while f":{int(port):04X} 00000000:0000 0A" not in Path("/proc/net/tcp").read_text():  # its store listens
         assert time.monotonic() < deadline_s
@@ -269,7 +270,8 @@ def test_waiting_for_ranks_that_do_not_come_can_be_interrupted():
     waiting.send_signal(signal.SIGINT)
     _, err = waiting.communicate(timeout=TIMEOUT_S)
     assert waiting.returncode == -signal.SIGINT
-    assert err.endswith("KeyboardInterrupt\n")
+    assert err.endswith(b"KeyboardInterrupt\n")
+    launcher.check_nothing_is_left()
 
 
 @pytest.mark.parametrize(

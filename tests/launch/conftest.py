@@ -1,5 +1,8 @@
 """The launcher as a user runs it. A test that leaves a process behind fails."""
 
+import os
+import secrets
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +11,9 @@ from host_network import HostNetwork, Hosts, obstacle
 from host_training import TRAIN
 
 from launcher import Host, Launcher, LaunchHost
+from spawn_agents import AgentStarter
+from unisono.launch.channel import Channel
+from unisono.launch.spawn import caller
 
 
 @pytest.fixture
@@ -30,6 +36,28 @@ def warm_launcher(tmp_path: Path, launch_host: LaunchHost | None) -> Iterator[La
     launcher = Launcher(tmp_path, launch_host)
     yield launcher
     launcher.check_nothing_is_left()
+
+
+@pytest.fixture
+def warm_spawn(launch_host: LaunchHost | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let `unisono.spawn` in this process start agents that do not import torch anew."""
+    if launch_host is None:
+        yield
+        return
+    address = f"unisono-agents-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as listener, Path(os.devnull).open("r+b") as null:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        files = [null.fileno()] * 3
+        environment = dict(os.environ)
+        pid = launch_host.start(
+            address, cwd=Path.cwd(), environment=environment, files=files, mark=address, program="agents"
+        )
+        channel = Channel(listener.accept()[0])
+    monkeypatch.setattr(caller, "subprocess", AgentStarter(channel))
+    yield
+    channel.close()
+    os.waitpid(pid, 0)
 
 
 @pytest.fixture(scope="session")

@@ -76,6 +76,7 @@ def no_resource_tracker_left_behind():
         multiprocessing.resource_tracker._resource_tracker._stop()
 
 
+@pytest.mark.usefixtures("warm_spawn")
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_every_rank_is_called_with_its_rank_and_shares_tensors(capsys, start_method):
     seen = torch.zeros(2, dtype=torch.long)
@@ -85,6 +86,7 @@ def test_every_rank_is_called_with_its_rank_and_shares_tensors(capsys, start_met
     assert (printed(out), err) == ({0: ["hello 0 0 2"], 1: ["hello 1 1 2"]}, "")
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_an_exception_is_raised_with_its_traceback_and_said_once(capsys, spawning):
     context = unisono.spawn(fail, (spawning.Event(),), nprocs=2, join=False)
     pids = context.pids()
@@ -98,6 +100,7 @@ def test_an_exception_is_raised_with_its_traceback_and_said_once(capsys, spawnin
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("warm_spawn")
 @pytest.mark.parametrize(("how", "name"), [(3, None), (-signal.SIGKILL, "SIGKILL")])
 def test_an_end_without_an_exception_gives_its_code(how, name):
     with pytest.raises(ProcessExitedException) as raised:
@@ -107,6 +110,7 @@ def test_an_end_without_an_exception_gives_its_code(how, name):
     assert raised.value.msg == f"process 1 terminated with {ending}"
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_locks_queues_pipes_and_shared_memory_are_shared(spawning):
     lock, queue, event = spawning.Lock(), spawning.Queue(), spawning.Event()
     ours, theirs = spawning.Pipe()
@@ -129,6 +133,7 @@ def test_locks_queues_pipes_and_shared_memory_are_shared(spawning):
     queue.join_thread()
 
 
+@pytest.mark.usefixtures("warm_spawn")
 @pytest.mark.parametrize(
     "grace_period", [0, pytest.param(0.0, marks=pytest.mark.soak), pytest.param(0.01, marks=pytest.mark.soak), 0.1]
 )

@@ -5,6 +5,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from printed import printed
 
 TIMEOUT_S = 60
@@ -33,39 +35,33 @@ def work(rank, point):
 """
 
 
-def start(launcher, *arguments, **options):
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=launcher.folder,
-        env=launcher.environment,
-        text=True,
-        **{**pipes, **options},
-    )
-
-
-def run(launcher, *arguments, text=None):
-    with start(launcher, *arguments, **({} if text is None else {"stdin": subprocess.PIPE})) as process:
-        try:
-            out, err = process.communicate(text, timeout=TIMEOUT_S)
-        finally:
-            process.kill()
-    return process.returncode, out, err
+@pytest.fixture
+def launcher(warm_launcher):
+    """Not a fresh one: that matters to the test that asks for it."""
+    return warm_launcher
 
 
 def script(launcher, source):
     return launcher.write("script.py", "import unisono\n" + textwrap.dedent(source))
 
 
-def test_what_a_prompt_defines_can_be_called(launcher):
+def test_what_a_prompt_defines_can_be_called(fresh_launcher):
     text = f"import unisono\n{CELL.replace(chr(10) * 2, chr(10)).replace('def ', chr(10) + 'def ')}\n"
     text = text.replace("@dataclass", "\n@dataclass").replace("FACTOR = 3", "\nFACTOR = 3\n")
-    calls = "unisono.spawn(work, (Point(1),), 2)\nunisono.spawn(lambda rank: print('lambda', FACTOR), nprocs=1)\n"
-    code, out, err = run(launcher, "-i", "-q", text=text + calls)
-    assert code == 0
-    assert "Error" not in err, err
+    call = "unisono.spawn(lambda rank: [work(rank, Point(1)), print('lambda', FACTOR)], nprocs=2)\n"
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input=text + call,
+        cwd=fresh_launcher.folder,
+        env=fresh_launcher.environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=True,
+    )
+    assert "Error" not in done.stderr, done.stderr
     points = "[Point(x=3), Point(x=6)]"
-    assert printed(out) == {0: [points, "lambda 3"], 1: [points]}
+    assert printed(done.stdout) == {0: [points, "lambda 3"], 1: [points, "lambda 3"]}
 
 
 def test_a_notebook_gets_output_and_traceback_with_source(launcher):
@@ -87,16 +83,16 @@ def test_a_notebook_gets_output_and_traceback_with_source(launcher):
             shown.write(f"[{{9}}] {{error.msg.splitlines()[-2].strip()}}\\n")
         """,
     )
-    code, out, err = run(launcher, notebook)
-    assert (code, err) == (0, "")
+    done = launcher.run_python(notebook)
+    assert (done.returncode, done.stderr) == (0, "")
     points = "[Point(x=6), Point(x=9)]"
-    assert printed(out) == {0: [points], 1: [points], 9: ['raise ValueError("a bad point")']}
+    assert printed(done.stdout) == {0: [points], 1: [points], 9: ['raise ValueError("a bad point")']}
 
 
 def test_a_script_without_a_guard_is_told_so_and_starts_no_more(launcher):
-    code, _, err = run(launcher, script(launcher, "unisono.spawn(print, nprocs=2)"))
-    assert code == 1
-    assert "if __name__ == '__main__':" in err
+    done = launcher.run_python(script(launcher, "unisono.spawn(print, nprocs=2)"))
+    assert done.returncode == 1
+    assert "if __name__ == '__main__':" in done.stderr
 
 
 def test_ctrl_c_ends_the_ranks_and_then_the_call(launcher):
@@ -114,12 +110,12 @@ def test_ctrl_c_ends_the_ranks_and_then_the_call(launcher):
                 sys.exit("interrupted")
         """,
     )
-    with start(launcher, name) as process:
+    with launcher.start_python(name) as process:
         wait_for_ranks(process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
-    assert err.splitlines()[-1] == "interrupted"
+    assert err.splitlines()[-1] == b"interrupted"
 
 
 def test_ranks_end_with_a_caller_that_is_killed(launcher):
@@ -134,7 +130,7 @@ def test_ranks_end_with_a_caller_that_is_killed(launcher):
             unisono.spawn(work, nprocs=2)
         """,
     )
-    with start(launcher, name) as process:
+    with launcher.start_python(name) as process:
         wait_for_ranks(process)
         process.kill()
     assert launcher.wait_until_gone() == []
@@ -155,8 +151,9 @@ def test_a_caller_waits_at_its_end_for_ranks_that_are_no_daemons(launcher):
             unisono.spawn(work, (daemon,), join=False, daemon=daemon).pids()
         """,
     )
-    assert run(launcher, name, "waited")[:2] == (0, "[0] up\n[0] done\n")
-    assert run(launcher, name, "daemon")[0] == 0
+    done = launcher.run_python(name, "waited")
+    assert (done.returncode, done.stdout) == (0, "[0] up\n[0] done\n")
+    assert launcher.run_python(name, "daemon").returncode == 0
     assert launcher.wait_until_gone() == []
 
 
@@ -166,5 +163,5 @@ def wait_for_ranks(process):
     while sum(map(len, seen.values())) < 2:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        for rank, lines in printed(line).items():
+        for rank, lines in printed(line.decode()).items():
             seen.setdefault(rank, []).extend(lines)
