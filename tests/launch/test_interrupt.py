@@ -107,13 +107,11 @@ def test_ranks_that_have_only_just_started_end_with_the_job(launcher):
     assert result.returncode == 3
 
 
-def test_ctrl_c_before_there_are_ranks(fresh_launcher):
+def test_ctrl_c_before_there_are_ranks(launcher):
     # The preloaded module interrupts the agent while the fork server still imports.
-    fresh_launcher.write("early.py", "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(100)")
-    fresh_launcher.environment["PYTHONPATH"] = str(fresh_launcher.folder)
-    result = fresh_launcher.run(
-        "run", "-n", "2", "--preload", "early", fresh_launcher.write("script.py", "print('ran')")
-    )
+    launcher.write("early.py", "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(100)")
+    launcher.environment["PYTHONPATH"] = str(launcher.folder)
+    result = launcher.run("run", "-n", "2", "--preload", "early", launcher.write("script.py", "print('ran')"))
     assert (result.stdout, result.stderr, result.returncode) == ("", "unisono: interrupted\n", 130)
 
 

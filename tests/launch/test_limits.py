@@ -17,11 +17,11 @@ REASON = "fork failed with EAGAIN (Resource temporarily unavailable): a limit of
         (3, "unisono: rank 2 could not be started, 2 of 4 were: "),
     ],
 )
-def test_a_fork_that_fails_ends_the_job(launcher, forks, begin):
-    shutil.copy(PROGRAMS / "no_more_forks.py", launcher.folder)
-    launcher.environment |= {"FORKS": str(forks), "PYTHONPATH": str(launcher.folder)}
-    script = launcher.write("script.py", "import time\ntime.sleep(1000)")
-    result = launcher.run("run", "-n", "4", "--preload", "no_more_forks", script)
+def test_a_fork_that_fails_ends_the_job(warm_launcher, forks, begin):
+    shutil.copy(PROGRAMS / "no_more_forks.py", warm_launcher.folder)
+    warm_launcher.environment |= {"FORKS": str(forks), "PYTHONPATH": str(warm_launcher.folder)}
+    script = warm_launcher.write("script.py", "import time\ntime.sleep(1000)")
+    result = warm_launcher.run("run", "-n", "4", "--preload", "no_more_forks", script)
     assert result.returncode == 1
     assert result.stderr.startswith(f"{begin}{REASON}")
     assert result.stderr.endswith("; end other processes, raise the limit, or start fewer ranks; ending the job\n")
