@@ -2,74 +2,23 @@
 
 import json
 import os
+import secrets
 import select
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from launcher import Host
 from unisono.launch.channel import Channel
 from unisono.launch.hang.hang_report import render_stacks
 from unisono.launch.hang.observer import Observer
 
 TIMEOUT_S = 90
-
-# Imports torch once and forks a process for each job, which forks the ranks; that tells its process id and theirs, then
-# how each ended.
-_HOST = """
-import gc, json, os, runpy, signal, socket, sys
-import torch.distributed
-from unisono.launch.channel import Channel
-from unisono.launch.hang import call_recorder, stacks, status_block
-gc.collect()
-gc.freeze()
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-jobs = Channel(socket.socket(fileno=int(sys.argv[1])))
-while True:
-    for message, (output, errors, *files) in jobs.receive():
-        if os.fork():
-            for file in (output, errors, *files):
-                os.close(file)
-            continue
-        jobs.close()
-        break
-    else:
-        if jobs.closed:
-            os._exit(0)
-        continue
-    break
-os.setsid()
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-os.dup2(output, 1)
-os.dup2(errors, 2)
-os.close(output)
-os.close(errors)
-script, pids = message["script"], {}
-for rank, (page_file, dump, ask) in enumerate(zip(*[iter(files)] * 3)):
-    pid = os.fork()
-    if pid == 0:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(files) // 3), GLOO_SOCKET_IFNAME="lo")
-        recording = call_recorder.install(status_block.StatusBlock(page_file), ask=ask, dump=dump)
-        stacks.install(dump, has_thread=lambda: recording.has_thread)
-        sys.argv = [script]
-        code = 1
-        try:
-            runpy.run_path(script, run_name="__main__")
-            code = 0
-        finally:
-            os._exit(code)
-    pids[pid] = rank
-print(json.dumps([os.getpid(), *pids]), flush=True)
-while pids:
-    pid, status = os.wait()
-    print(json.dumps([pids.pop(pid), os.waitstatus_to_exitcode(status)]), flush=True)
-"""
 
 _PROLOGUE = """
 import os, sys, time, torch, torch.distributed as dist
@@ -77,20 +26,26 @@ rank = int(os.environ["RANK"])
 def init():
     method = f"file://{os.path.dirname(os.path.abspath(__file__))}/store"
     dist.init_process_group("gloo", init_method=method, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+def compute():  # a quarter of the time, so that tests beside it go on
+    end_s = time.process_time() + 0.02
+    while time.process_time() < end_s:
+        pass
+    time.sleep(0.06)
 """
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[Channel]:
+def host(start_host: Callable[..., Host]) -> Iterator[Channel]:
     """The process that forks ranks for the tests of this file."""
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-W", "ignore", "-c", _HOST, str(theirs.fileno())]
-    with theirs:
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
-    channel = Channel(ours)
-    yield channel
-    channel.close()
-    process.wait(timeout=60)
+    address = f"unisono-observer-{secrets.token_hex(8)}"
+    with socket.socket(socket.AF_UNIX) as listener, start_host("launch.observed_ranks") as process:
+        listener.bind(f"\0{address}")
+        listener.listen()
+        process.stdin.write(f"{address}\n")
+        process.stdin.flush()
+        channel = Channel(listener.accept()[0])
+        yield channel
+        channel.close()
 
 
 class Watch:
@@ -274,7 +229,7 @@ init()
 dist.barrier()
 if rank == 1:
     while not os.path.exists(sys.argv[0] + ".go"):  # it computes, so nothing is said
-        pass
+        compute()
     threading.Event().wait()
 """,
         ranks=3,
@@ -328,9 +283,9 @@ if rank == 0:
     for _ in range(2):
         dist.recv(buffer)
 else:
-    end_s = time.monotonic() + 2.5 * rank
+    end_s = time.monotonic() + 1.5 * rank
     while time.monotonic() < end_s:
-        pass
+        compute()
     dist.send(buffer, 0)
 """,
         ranks=3,
