@@ -32,20 +32,6 @@ def environ(**variables: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(strange)} | variables
 
 
-def python(program: str, *arguments: str, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a program in an interpreter of its own, with warnings as errors."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *arguments],
-        env=environ(**variables),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr
-    return done
-
-
 @pytest.fixture
 def processes(rank_host, tmp_path_factory):
     """Run a program in n processes that get their rank as the first argument; return what each printed, and on stderr.
@@ -93,9 +79,8 @@ raise SystemExit(3)
 """
 
 
-def test_one_process_is_a_job_without_a_launcher():
-    done = python(ALONE, code=3)
-    assert (done.stdout, done.stderr) == ("", "")
+def test_one_process_is_a_job_without_a_launcher(processes):
+    assert processes(1, ALONE, code=3) == ([""], [""])
 
 
 def test_a_prompt_can_call_it_again_and_again():

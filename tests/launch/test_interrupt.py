@@ -197,7 +197,7 @@ def kill_launcher(launcher):
     return took_s
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in (1, 2))])
 @pytest.mark.usefixtures("temporary")
 def test_a_killed_launcher_leaves_nothing(launcher, attempt):
     kill_launcher(launcher)
@@ -213,26 +213,37 @@ def test_a_second_after_the_launcher_was_killed_nothing_is_left(launcher):
 
 
 SHARING = """
-    import time
+    import multiprocessing, os, signal, time
     from multiprocessing.shared_memory import SharedMemory
     import torch, torch.multiprocessing
     from torch.utils.data import DataLoader
 
+    def end(*_):
+        # As on a machine with so much to do that they do not get to run in time.
+        from unisono.launch.linux import descendants
+        for pid in descendants(os.getpid()):
+            os.kill(pid, signal.SIGKILL)
+        os._exit(1)
+
     if __name__ == "__main__":
         torch.multiprocessing.set_sharing_strategy("file_system")
         block = SharedMemory(create=True, size=64)
-        started_otherwise = iter(DataLoader(list(range(1000)), num_workers=1, multiprocessing_context="spawn"))
+        otherwise = {otherwise}
         batches = iter(DataLoader(list(range(1000)), num_workers=1))
-        kept = [next(batches), next(started_otherwise)]
-        print(f"{block.name} up")
+        kept = [next(each) for each in (batches, otherwise)]
+        signal.signal(signal.SIGINT, {at_the_end})
+        print(f"{{block.name}} up")
         time.sleep(1000)
 """
+A_SPAWNED_LOADER = "iter(DataLoader(list(range(1000)), num_workers=1, multiprocessing_context='spawn'))"
+LOCKS = "map(multiprocessing.get_context('spawn').Semaphore, range(9))"
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 @pytest.mark.usefixtures("temporary")
 def test_shared_memory_with_a_name_is_removed_when_the_launcher_is_killed(launcher, method):
-    job, lines = start(launcher, SHARING, "--start-method", method, ranks=1)
+    source = SHARING.format(otherwise=A_SPAWNED_LOADER, at_the_end="signal.SIG_DFL")
+    job, lines = start(launcher, source, "--start-method", method, ranks=1)
     files, _, name = traces(launcher, job, lines)
     kinds = {Path(path).name.partition("_")[0].partition("-")[0] for path in files}
     assert kinds == {"psm", "sem.mp", "torch"}
@@ -244,17 +255,7 @@ def test_shared_memory_with_a_name_is_removed_when_the_launcher_is_killed(launch
 
 @pytest.mark.usefixtures("temporary")
 def test_shared_memory_is_removed_also_when_its_helpers_have_been_killed(launcher):
-    job, lines = start(launcher, SHARING.replace("time.sleep(1000)", """import signal, sys
-        def end(*_):
-            # As on a machine with so much to do that they do not get to run in time.
-            from unisono.launch.linux import descendants
-            for pid in descendants(os.getpid()):
-                os.kill(pid, signal.SIGKILL)
-            os._exit(1)
-        signal.signal(signal.SIGINT, end)
-        print("up", flush=True)
-        time.sleep(1000)""").replace("import time", "import os, time"), ranks=1)  # fmt: skip
-    read_lines(job, 1)
+    job, lines = start(launcher, SHARING.format(otherwise=LOCKS, at_the_end="end"), ranks=1)
     files, _, name = traces(launcher, job, lines)
     others = Path(f"/dev/shm/psm_{secrets.token_hex(4)}")
     others.touch()
@@ -331,6 +332,7 @@ FAMILY = """
 """
 
 
+@pytest.mark.soak  # of a warm launcher, the same is above
 def test_a_killed_agent_takes_everything_with_it(fresh_launcher):
     job, _ = start(fresh_launcher, FAMILY.format(seconds=100))
     wait_for_processes(fresh_launcher, 1 + 1 + 1 + 2 + 4)

@@ -96,8 +96,8 @@ def test_jobs_are_listed_side_by_side(launcher, only):
     assert not {one.pid, other.pid} & set(control.running_jobs())
 
 
-def test_the_installed_command_finds_them_too(fresh_launcher):
-    with running(fresh_launcher) as (job, _):
+def test_the_installed_command_finds_them_too(launcher, fresh_launcher):
+    with running(launcher) as (job, _):
         listed = fresh_launcher.run("ps")
         # Tests that run beside this one stop their launchers, which then do not answer.
         silent = "(stopped)" in listed.stdout or "(no answer)" in listed.stdout

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import textwrap
 from datetime import timedelta
 
 import pytest
@@ -16,7 +15,6 @@ TIMEOUT_S = 60
 MEET = """
 import os
 from unisono.launch import rendezvous_patch
-{before}
 rendezvous_patch.install(os.environ)
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -38,36 +36,40 @@ def store_port():
     del store
 
 
-def run(source, **variables):
-    """Run a program in a process of its own, where torch can be changed."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)],
-        env={**environment, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1", **variables},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout.split()
+@pytest.fixture
+def run(rank_host, tmp_path):
+    """Run a program in a process of its own, where torch can be changed: one that has imported it, or a new one."""
+
+    def run(source, *, fresh=False, **variables):
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
+        if not fresh:
+            codes, _ = rank_host.run(1, script, folder=tmp_path, environment=variables)
+            told = [(tmp_path / name).read_text() for name in ("out0", "err0")]
+        else:
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+            done = subprocess.run(
+                [sys.executable, script],
+                env={**inherited, **variables}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+            )  # fmt: skip
+            codes, told = [done.returncode], [done.stdout, done.stderr]
+        assert (codes, told[1]) == ([0], "")
+        return told[0].split()
+
+    return run
 
 
-@pytest.mark.parametrize("before", ["", "import torch.distributed"], ids=["before torch", "after torch"])
-def test_a_second_group_sees_nothing_of_the_first(store_port, before):
-    source = MEET.format(before=before) + "print(meet(), meet(), meet())"
-    assert run(source, MASTER_PORT=str(store_port)) == ["False", "False", "False"]
+@pytest.mark.parametrize("fresh", [True, False], ids=["before torch", "after torch"])
+def test_a_second_group_sees_nothing_of_the_first(run, store_port, fresh):
+    source = MEET + "print(meet(), meet(), meet())"
+    assert run(source, fresh=fresh, MASTER_PORT=str(store_port)) == ["False", "False", "False"]
 
 
-def test_a_generation_sees_nothing_of_the_one_before(store_port, rank_host, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(MEET.format(before="") + "print(meet())")
-    variables = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
+def test_a_generation_sees_nothing_of_the_one_before(run, store_port):
     for restarts in range(3):
-        variables |= {"MASTER_PORT": str(store_port), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
-        codes, _ = rank_host.run(1, script, folder=tmp_path, environment=variables)
-        told = [(tmp_path / name).read_text() for name in ("out0", "err0")]
-        assert (codes, told) == ([0], ["False\n", ""])
+        variables = {"MASTER_PORT": str(store_port), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        assert run(MEET + "print(meet())", **variables) == ["False"]
 
 
 def test_a_store_at_an_address_of_the_scripts_own_listens_on_loopback_only(warm_launcher):
