@@ -15,6 +15,7 @@ The interpreter runs the code that `serve` returns at its top level, so that no 
 """
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 import traceback
@@ -95,7 +97,7 @@ def _start(job: dict) -> int:
 
     Returns: its process id; 0 in the process itself.
     """
-    flags = (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)
+    flags = (os.O_RDONLY | os.O_NOCTTY, *[os.O_WRONLY | os.O_NOCTTY] * 2)  # this process has no terminal and needs none
     job["files"] = [os.open(path, flag) for path, flag in zip(job["paths"], flags, strict=True)]
     set_subreaper(False)
     if not (pid := fork_child_of(job["parent"])):
@@ -166,6 +168,9 @@ def _take_place(job: dict) -> str:
     for number, file in enumerate(job["files"]):
         os.dup2(file, number)
     close(job["files"])
+    if job.get("terminal"):
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115  the old one is the host's
     os.chdir(job["cwd"])
     set_environment(job["environment"])
@@ -297,6 +302,9 @@ def _become_server(agent: Channel, files: Iterable[int]) -> str:
         time.sleep(0.001)
     agent.close()
     close({*files} - {*message["kept"]})
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    close([null])
     os.setsid()
     set_environment(message["environment"])
     del sys.path[0]

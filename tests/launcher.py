@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,15 +66,18 @@ class LaunchHost:
         files: Sequence[int],
         mark: str,
         program: str = "unisono",
+        terminal: bool = False,
     ) -> int:
         """Start the command `unisono`, or `python`, as a child of this process. Returns: its process id.
 
-        Args: files are its standard input, output and error; what it forks has mapped memory with the mark.
+        Args: files are its standard input, output and error; what it forks has mapped memory with the mark; with
+            terminal, its standard input is the terminal of its session.
         """
         paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
         set_subreaper(True)
         try:
-            facts = {"paths": paths, "mark": mark, "parent": os.getpid(), "program": program}
+            facts = {"paths": paths, "mark": mark, "parent": os.getpid()}
+            facts |= {"program": program, "terminal": terminal}
             return self._ask(arguments, cwd, environment, **facts)
         finally:
             set_subreaper(False)
@@ -88,8 +93,10 @@ class LaunchHost:
 class _ForkedLauncher(subprocess.Popen):
     """A launcher that a host forks, with all that a child has."""
 
-    def __init__(self, host: LaunchHost, arguments: Sequence[str], mark: str, *, program: str, **options: Any) -> None:
-        self._host, self._mark, self._program = host, mark, program
+    def __init__(
+        self, host: LaunchHost, arguments: Sequence[str], mark: str, facts: Mapping[str, Any], **options: Any
+    ) -> None:
+        self._host, self._mark, self._facts = host, mark, facts
         super().__init__(arguments, **options)
 
     def _execute_child(self, arguments, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
@@ -101,7 +108,7 @@ class _ForkedLauncher(subprocess.Popen):
                 environment=env,
                 files=(files[0], files[3], files[5]),
                 mark=self._mark,
-                program=self._program,
+                **self._facts,
             )
             self._child_created = True
         finally:
@@ -111,7 +118,7 @@ class _ForkedLauncher(subprocess.Popen):
 class Launcher:
     """Starts `unisono` in a folder. All that descends from it carries a mark in its environment.
 
-    A host forks it if there is one; otherwise, and with options of Popen but standard input, it is a new process.
+    A host forks it if there is one; otherwise, and with options of Popen but standard streams, it is a new process.
     """
 
     def __init__(self, folder: Path, host: LaunchHost | None = None) -> None:
@@ -131,6 +138,17 @@ class Launcher:
     def start(self, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
         """Start the command `unisono`."""
         return self._start(arguments, options, program="unisono")
+
+    def start_in_terminal(self, terminal: int, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start the command `unisono` with a terminal of its own."""
+        files = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
+        if self._host is not None:
+            return self._start(arguments, files, program="unisono", terminal=True)
+
+        def take() -> None:
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+        return self.start(*arguments, **files, start_new_session=True, preexec_fn=take)
 
     def start_python(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start a script as `python` does; `unisono.spawn` in it starts agents that do not import torch anew either."""
@@ -156,12 +174,15 @@ class Launcher:
             arguments, process.returncode, out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape")
         )
 
-    def _start(self, arguments: Sequence[str], options: Mapping[str, Any], *, program: str) -> subprocess.Popen[bytes]:
+    def _start(
+        self, arguments: Sequence[str], options: Mapping[str, Any], *, program: str, terminal: bool = False
+    ) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         files = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, **options}
-        if self._host is not None and options.keys() <= {"stdin"}:
-            facts = {"program": program, "cwd": self.folder, "env": self.environment}
-            return _ForkedLauncher(self._host, arguments, self._mark, **facts, **files)
+        if self._host is not None and options.keys() <= {"stdin", "stdout", "stderr"}:
+            facts = {"program": program, "terminal": terminal}
+            place = {"cwd": self.folder, "env": self.environment}
+            return _ForkedLauncher(self._host, arguments, self._mark, facts, **place, **files)
         command = [sys.executable, *(() if program == "python" else ("-m", "unisono")), *arguments]
         return subprocess.Popen(command, cwd=self.folder, **{"env": self.environment, **files})
 

@@ -261,9 +261,9 @@ def test_the_report_fits_the_screen_and_says_where_everybody_is():
 
 
 def test_the_report_of_a_thousand_ranks_fits_the_screen():
-    deep = [("/job/deep.py", number, "f", False) for number in range(500)]
+    deep = stack(*(("/job/deep.py", number, "f", False) for number in range(500)))
     odd = [
-        rank(number, done(age_s=33 + number), threads=(stack(*deep),), main_thread=1, state="running")
+        rank(number, done(age_s=33 + number), threads=(deep,), main_thread=1, state="running")
         for number in range(1, 1000, 2)
     ]
     report = text(*(rank(number, call(sequence=2)) for number in range(0, 1000, 2)), *odd)

@@ -44,9 +44,9 @@ def launcher(warm_launcher):
 
 
 @contextmanager
-def running(launcher, *options, name="script.py", ranks=2):
-    """Run a job whose rank 1 computes while the others wait. Gives its process and those of its ranks."""
-    job = launcher.start("run", "-n", str(ranks), *options, launcher.write(name, MEET))
+def running(launcher, *options, name="script.py", source=MEET, ranks=2):
+    """Run a job, normally one whose rank 1 computes while the others wait. Gives its process and those of its ranks."""
+    job = launcher.start("run", "-n", str(ranks), *options, launcher.write(name, source))
     try:
         pids = {}
         while len(pids) < ranks:
@@ -130,7 +130,24 @@ def line_of(text):
     return 1 + next(i for i, line in enumerate(MEET.splitlines()) if text in line)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+ALONE = """
+    import os, time
+
+    def compute():
+        print(os.getpid())
+        time.sleep(1000)
+
+    compute()
+"""
+
+
+def test_stacks_show_the_line_of_a_rank_that_is_a_new_interpreter(launcher, only):
+    with running(launcher, "--start-method", "spawn", source=ALONE, ranks=1) as (job, _):
+        only(job.pid)
+        until(lambda: "script.py:6 in compute" in "\n".join(call(commands.stacks)))
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 def test_stacks_show_the_line_of_every_rank(launcher, only, method):
     options = ["--rdzv-id", f"exp.{os.getpid()}", "--start-method", method]
     with running(launcher, *options) as (job, pids):

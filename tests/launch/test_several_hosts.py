@@ -59,8 +59,8 @@ def sent():
     return int(line.partition(":")[2].split()[8])
 
 torch.manual_seed(3)
-model = torch.nn.Sequential(torch.nn.Linear(1000, 1500), torch.nn.Tanh(), torch.nn.Linear(1500, 1000))
-data = torch.utils.data.TensorDataset(torch.randn(32, 1000), torch.randint(0, 3, (32,)))
+model = torch.nn.Sequential(torch.nn.Linear(500, 700), torch.nn.Tanh(), torch.nn.Linear(700, 500))
+data = torch.utils.data.TensorDataset(torch.randn(32, 500), torch.randint(0, 3, (32,)))
 trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=4, seed=5)
 counts = []
 for epoch in trainer.epochs(1):

@@ -1,9 +1,7 @@
 """Standard input, such as the terminal for a debugger, is that of one rank or of none."""
 
-import fcntl
 import os
 import subprocess
-import termios
 
 import pytest
 
@@ -25,14 +23,12 @@ def read_until(terminal, text):
 
 
 @pytest.mark.parametrize(("ranks", "flags"), [(1, ()), (2, ("--stdin", "1"))], ids=["one rank", "--stdin"])
-def test_a_debugger_has_the_terminal(launcher, ranks, flags):
-    launcher.environment |= {"WHO": str(ranks - 1), "TERM": "xterm"}
+def test_a_debugger_has_the_terminal(warm_launcher, ranks, flags):
+    warm_launcher.environment |= {"WHO": str(ranks - 1), "TERM": "xterm"}
     ours, theirs = os.openpty()
-    job = launcher.start(
-        "run", "-n", str(ranks), *flags, launcher.write("script.py", DEBUG),
-        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(theirs, termios.TIOCSCTTY, 0),
-    )  # fmt: skip
+    job = warm_launcher.start_in_terminal(
+        theirs, "run", "-n", str(ranks), *flags, warm_launcher.write("script.py", DEBUG)
+    )
     os.close(theirs)
     read_until(ours, b"(Pdb) ")
     os.write(ours, b"found = 7 * found\n")
@@ -44,9 +40,9 @@ def test_a_debugger_has_the_terminal(launcher, ranks, flags):
     os.close(ours)
 
 
-def test_standard_input_that_is_a_pipe_is_one_ranks(launcher):
-    script = launcher.write("script.py", "import os, sys\nprint(os.environ['RANK'], sys.stdin.read())")
-    job = launcher.start("run", "-n", "2", "--stdin", "1", script, stdin=subprocess.PIPE)
+def test_standard_input_that_is_a_pipe_is_one_ranks(warm_launcher):
+    script = warm_launcher.write("script.py", "import os, sys\nprint(os.environ['RANK'], sys.stdin.read())")
+    job = warm_launcher.start("run", "-n", "2", "--stdin", "1", script, stdin=subprocess.PIPE)
     out, err = job.communicate(b"told", timeout=60)
     assert (sorted(out.splitlines()), err) == ([b"[0] 0 ", b"[1] 1 told"], b"")
 

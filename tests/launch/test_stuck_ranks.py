@@ -71,7 +71,9 @@ def test_a_rank_that_is_stuck_after_another_was_replaced_is_killed_too(warm_laun
     assert "all ranks of the group are in it" not in result.stderr
 
 
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "lock.acquire()"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("os.kill(os.getpid(), signal.SIGSTOP)", marks=pytest.mark.soak), "lock.acquire()"]
+)
 def test_a_stuck_stage_is_killed_and_replaced(warm_launcher, how):
     script = f"""
         import os, pathlib, signal, threading, torch, unisono
