@@ -77,13 +77,15 @@ def no_resource_tracker_left_behind():
 
 
 @pytest.mark.usefixtures("warm_spawn")
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_every_rank_is_called_with_its_rank_and_shares_tensors(capsys, start_method):
-    seen = torch.zeros(2, dtype=torch.long)
-    assert unisono.spawn(add_up, (seen, "hello"), nprocs=2, start_method=start_method) is None
-    assert seen.tolist() == [3, 3]
+@pytest.mark.parametrize(
+    ("start_method", "ranks"), [("fork", 2), ("spawn", 1), pytest.param("spawn", 2, marks=pytest.mark.soak)]
+)
+def test_every_rank_is_called_with_its_rank_and_shares_tensors(capsys, start_method, ranks):
+    seen = torch.zeros(ranks, dtype=torch.long)
+    assert unisono.spawn(add_up, (seen, "hello"), nprocs=ranks, start_method=start_method) is None
+    assert seen.tolist() == [sum(range(1, ranks + 1))] * ranks
     out, err = capsys.readouterr()
-    assert (printed(out), err) == ({0: ["hello 0 0 2"], 1: ["hello 1 1 2"]}, "")
+    assert (printed(out), err) == ({rank: [f"hello {rank} {rank} {ranks}"] for rank in range(ranks)}, "")
 
 
 @pytest.mark.usefixtures("warm_spawn")
