@@ -1,9 +1,9 @@
 """Fixtures of all layers: scripts on N ranks, and a check that a test leaves nothing behind.
 
 There are two ways to start ranks. With the launcher (launcher.py): `run_ranks` for its output and exit code, `launcher`
-and `warm_launcher` in launch/ for tests of the launcher itself. Without one (rank_host.py): `fork_ranks`, with
-`fork_python` for a single process and `run_alone` in trainer/ for a script behind a preamble. Neither imports torch
-anew, except `launcher` and what `FRESH_LAUNCHES=1` asks for.
+and `warm_launcher` in launch/ for tests of the launcher itself, `warm_spawn` for `unisono.spawn`. Without one
+(rank_host.py): `fork_ranks`, with `fork_python` for a single process and `run_alone` in trainer/ for a script behind a
+preamble. Neither imports torch anew, except `launcher` and what `FRESH_LAUNCHES=1` asks for.
 """
 
 from __future__ import annotations
