@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from launcher import Launcher
+
 
 def unisono(*arguments, python=(), folder=None, **variables):
     return subprocess.run(
@@ -107,8 +109,8 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "part"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_a_mistake_is_one_line_with_exit_code_2(arguments, part, tmp_path):
-    result = unisono(*arguments, folder=tmp_path)
+def test_a_mistake_is_one_line_with_exit_code_2(arguments, part, tmp_path, launch_host):
+    result = Launcher(tmp_path, launch_host).run(*arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("unisono: ") and result.stderr.count("\n") == 1
     assert part in result.stderr

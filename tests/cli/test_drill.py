@@ -73,11 +73,11 @@ def test_changes_are_spread_over_the_run_and_a_single_rank_is_left_alone():
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-@pytest.mark.parametrize("seed", range(20))
-def test_faults_lie_apart_and_neither_in_the_first_nor_in_the_last_step(every, seed):
-    steps = [fault.step for fault in draw_plan(["kill", "oom"], ranks=2, steps=20, every=every, seed=seed)]
-    assert steps and steps[0] >= 1 and steps[-1] <= 18
-    assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(steps))
+def test_faults_lie_apart_and_neither_in_the_first_nor_in_the_last_step(every):
+    for seed in range(20):
+        steps = [fault.step for fault in draw_plan(["kill", "oom"], ranks=2, steps=20, every=every, seed=seed)]
+        assert steps and steps[0] >= 1 and steps[-1] <= 18
+        assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(steps))
 
 
 def test_a_drill_of_a_script_that_recovers_finds_the_same_bits(drill, tmp_path):
