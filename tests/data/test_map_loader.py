@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,15 +170,10 @@ if __name__ == "__main__":
 """
 
 
-def test_worker_processes_change_nothing(tmp_path):
-    from pathlib import Path
-
+def test_worker_processes_change_nothing(fork_python, tmp_path):
     script = tmp_path / "workers.py"
     script.write_text(WORKERS.format(folder=str(Path(__file__).parent)))
-    command = [sys.executable, "-W", "ignore", str(script), "0", "1", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = fork_python(script, 0, 1, 3)
     assert len(lines) == 3 * 9
     assert lines[:9] == lines[9:18] == lines[18:]
 

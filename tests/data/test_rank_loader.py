@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -18,7 +16,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from unisono.data import DistributedSampler, loader
 from unisono.errors import DataError
 
-CASES = [(n, b, w) for n in (8, 9, 11, 16, 17, 37, 64, 66) for b in (4, 5, 8, 16) for w in (1, 2, 3, 4)]
+SIZES = ((8, 9, 11, 16, 17, 37, 64, 66), (4, 5, 8, 16), (1, 2, 3, 4))
+CASES = [
+    pytest.param(n, b, w, marks=() if (i + j + k) % 4 == 0 else pytest.mark.soak)
+    for (i, n), (j, b), (k, w) in itertools.product(*map(enumerate, SIZES))
+]
+"""Samples, size of a batch, ranks: every two sizes of two kinds together, and all three among the long tests."""
 
 
 class Counting(IterableDataset):
@@ -294,13 +297,10 @@ if __name__ == "__main__":
 """
 
 
-def test_worker_processes_change_nothing(tmp_path):
+def test_worker_processes_change_nothing(fork_python, tmp_path):
     script = tmp_path / "workers.py"
     script.write_text(WORKERS.format(folder=str(Path(__file__).parent)))
-    command = [sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = fork_python(script)
     assert len(lines) == 2 * 6
     assert lines[:6] == lines[6:]
 
