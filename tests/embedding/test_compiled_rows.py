@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -165,21 +162,22 @@ def test_ids_are_sorted_as_torch_sorts_them(span):
         assert torch.equal(found[0], ordered) and torch.equal(found[1], order)
 
 
-def test_the_compiler_is_imported_when_a_table_is_first_used():
-    code = """
+def test_the_compiler_is_imported_when_a_table_is_first_used(fork_python, tmp_path):
+    """That an import of unisono does not import it, tests/test_layers.py tests."""
+    (script := tmp_path / "first_use.py").write_text("""
 import sys
 import torch
-import unisono
 from unisono.embedding import SGD, Table, Tables
+for name in [name for name in sys.modules if name.partition(".")[0] == "llvmlite"]:
+    del sys.modules[name]  # as if nothing had imported it
 tables = Tables({"item": Table(rows=4, dim=2, pooling="sum", optimizer=SGD(lr=0.1))})
 tables.optimizer
 print("llvmlite" in sys.modules)
 tables["item"](torch.arange(2).view(1, 2)).sum().backward()
 tables.step()
 print("llvmlite" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.split() == ["False", "True"]
+""")
+    assert fork_python(script) == ["False", "True"]
 
 
 MIXED = """

@@ -7,8 +7,6 @@ import errno
 import json
 import os
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -162,19 +160,24 @@ if sys.argv[2] == "export":
 """
 
 
-def limited(folder, what):
-    command = [sys.executable, "-c", LIMITED, folder, what]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert run.returncode == 0, run.stderr
+@pytest.fixture
+def limited(fork_python, tmp_path):
+    """Train, and export or not, in a process that has less memory than the table."""
+
+    def run(what):
+        (script := tmp_path / "limited.py").write_text(LIMITED)
+        fork_python(script, tmp_path, what)
+
+    return run
 
 
-def test_a_table_may_be_larger_than_the_memory_of_the_process(tmp_path):
-    limited(tmp_path, "train")
+def test_a_table_may_be_larger_than_the_memory_of_the_process(limited):
+    limited("train")
 
 
 @pytest.mark.soak
-def test_a_table_that_is_larger_than_the_memory_is_exported(tmp_path):
-    limited(tmp_path, "export")
+def test_a_table_that_is_larger_than_the_memory_is_exported(limited, tmp_path):
+    limited("export")
     with (tmp_path / "rows.safetensors").open("rb") as file:
         header = json.loads(file.read(*struct.unpack("<Q", file.read(8))))
     assert header["weight"]["shape"] == [10**6, 64]
