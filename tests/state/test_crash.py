@@ -32,7 +32,7 @@ def test_kills_lose_no_rows_of_tables_that_are_stored_by_their_changes(fork_pyth
     assert found == {"kills": kills, "increments": kills}
 
 
-def test_kills_around_every_call_that_changes_the_disk_lose_nothing_committed(fork_python, tmp_path):
+def test_kills_before_every_call_that_changes_the_disk_lose_nothing_committed(fork_python, tmp_path):
     assert json.loads("\n".join(fork_python(CAMPAIGN, tmp_path / "c", "calls")))["kills"] > 40
 
 
