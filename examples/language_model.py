@@ -26,12 +26,13 @@ parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also 
 parser.add_argument("--workers", type=int, default=0, help="processes that read data, for each rank")
 parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--steps", type=int, help="stop after so many steps in all")
+parser.add_argument("--kib", type=int, default=768, help="how much text to read")
 args = parser.parse_args()
 
 # 1. Data: sequences of 128 bytes and the bytes that follow them. Every tenth sequence is kept for the test.
 LENGTH = 128
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)[: 768 * 1024]), dtype=torch.uint8).long()
+text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)[: 1024 * args.kib]), dtype=torch.uint8).long()
 blocks = text.unfold(0, LENGTH + 1, LENGTH)
 held_out = torch.arange(len(blocks)) % 10 == 9
 train = TensorDataset(blocks[~held_out][:, :-1], blocks[~held_out][:, 1:])

@@ -24,6 +24,7 @@ parser.add_argument("--stages", type=int, default=2, choices=range(2, 5))
 parser.add_argument("--schedule", default="1f1b", choices=["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"])
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--steps", type=int, help="stop after so many steps in all")
+parser.add_argument("--kib", type=int, default=768, help="how much text to read")
 parser.add_argument("--batch-size", type=int, default=64, help="sequences of all ranks together")
 parser.add_argument("--virtual-ranks", type=int, default=8, help="fixed shares of a batch: the micro-batches")
 parser.add_argument("--width", type=int, default=96)
@@ -33,7 +34,7 @@ args = parser.parse_args()
 # 1. Data: sequences of 128 bytes and the bytes that follow them. Every tenth sequence is kept for the test.
 LENGTH = 128
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)[: 768 * 1024]), dtype=torch.uint8).long()
+text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)[: 1024 * args.kib]), dtype=torch.uint8).long()
 blocks = text.unfold(0, LENGTH + 1, LENGTH)
 held_out = torch.arange(len(blocks)) % 10 == 9
 train = TensorDataset(blocks[~held_out][:, :-1], blocks[~held_out][:, 1:])

@@ -45,6 +45,7 @@ _IMPORTED_BY = {
     "import torchmetrics": "torchmetrics",
     "import transformers": "transformers.models.llama.modeling_llama",
     "from transformers import": "transformers.models.llama.modeling_llama",
+    "import BertConfig": "transformers.models.bert.modeling_bert",
     "transformers.T5Config": "transformers.models.t5.modeling_t5",
     "torch.compile(": "torch._inductor.compile_fx",
 }

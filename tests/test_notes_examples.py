@@ -5,10 +5,7 @@ from __future__ import annotations
 import ast
 import gzip
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,15 +13,6 @@ import torch
 
 FOLDER = Path(__file__).parents[1] / "examples" / "notes"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
-
-
-def run_python(script: str, *args: object) -> list[str]:
-    """Run a script on one rank, as `python script.py`."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(FOLDER / script), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-    return done.stdout.splitlines()
 
 
 def without_prefix(lines: list[str]) -> list[str]:
@@ -237,8 +225,8 @@ def test_tensorboard_on_rank_zero(fork_ranks, tmp_path):
 # Starting, and whole trainings.
 
 
-def test_spawned_ranks():
-    lines = run_python("spawned_ranks.py")
+def test_spawned_ranks(fork_python):
+    lines = fork_python(FOLDER / "spawned_ranks.py")
     assert sorted(without_prefix(lines[:2])) == ["rank 0 of 2: local rank 0", "rank 1 of 2: local rank 1"]
     assert lines[2:] == ["both found 3.0; equal: True", "rank 1 failed: ValueError: wrong learning rate"]
 
