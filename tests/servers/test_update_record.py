@@ -160,7 +160,8 @@ def ends(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("placement", "every"), [("hash", 1), ("column", 23), pytest.param("column", 1, marks=pytest.mark.soak)]
+    ("placement", "every"),
+    [("hash", 3), ("column", 23), *(pytest.param(each, 1, marks=pytest.mark.soak) for each in ("hash", "column"))],
 )
 def test_a_server_that_ends_at_any_moment_applies_each_update_once(ends, monkeypatch, placement, every):
     in_columns = placement == "column"

@@ -42,7 +42,7 @@ def test_the_life_of_groups(run_ranks, ranks):
     assert [line for line in job.lines(ranks - 1) if line in LIFE] == LIFE
 
 
-@pytest.mark.parametrize("first", ["unisono", "nothing"])
+@pytest.mark.parametrize("first", [pytest.param("unisono", marks=pytest.mark.soak), "nothing"])
 def test_torch_knows_the_backend_whether_the_program_imports_unisono_or_not_and_it_may_end_at_once(first):
     code = f"""
 import sys
