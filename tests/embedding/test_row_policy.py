@@ -87,7 +87,7 @@ def test_rows_come_and_go_as_in_a_plain_model(policy):
     chance = random.Random(1)
     tables, model = table(**policy), Model(**policy)
     rows, refused, lost = tables["item"].rows, 0, set()
-    for number in range(100):
+    for number in range(60):
         ids = [int(60 * chance.random() ** 2) - 20 + number // 7 for _ in range(chance.randint(1, 12))]
         before = {name: value.clone() for name, value in rows.state_dict().items()}
         former = copy.deepcopy(model)

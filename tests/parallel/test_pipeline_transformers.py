@@ -57,7 +57,7 @@ def loss_of(result) -> Tensor:
     ("starts", "attention"),
     [
         (["model.layers.2"], "eager"),
-        (["model.layers.1", "model.layers.3"], "sdpa"),
+        pytest.param(["model.layers.1", "model.layers.3"], "sdpa", marks=pytest.mark.soak),
         (["model.layers.0", "model.layers.2", "model.norm"], "sdpa"),
     ],
 )
@@ -82,8 +82,8 @@ def test_llama_with_activation_checkpointing(reentrant):
 @pytest.mark.parametrize(
     "starts",
     [
-        ["bert.encoder.layer.2"],
-        ["bert.encoder.layer.1", "bert.encoder.layer.3"],
+        pytest.param(["bert.encoder.layer.2"], marks=pytest.mark.soak),
+        pytest.param(["bert.encoder.layer.1", "bert.encoder.layer.3"], marks=pytest.mark.soak),
         ["bert.encoder.layer.1", "bert.encoder.layer.3", "bert.pooler"],
     ],
 )
@@ -97,9 +97,9 @@ def test_bert(starts):
 @pytest.mark.parametrize(
     "starts",
     [
-        ["decoder.block.0"],
+        pytest.param(["decoder.block.0"], marks=pytest.mark.soak),
         ["encoder.block.2", "decoder.block.1"],
-        ["decoder.block.0", "decoder.block.1", "decoder.block.2"],
+        pytest.param(["decoder.block.0", "decoder.block.1", "decoder.block.2"], marks=pytest.mark.soak),
         ["decoder.block.1", "decoder.block.2", "lm_head"],
     ],
 )
