@@ -262,7 +262,7 @@ def anything(batches: RankLoader) -> None:
 
     total: dict[str, Tensor] = {}
     x, everyone = next(steps), shares(batches)
-    for _ in range(60):
+    for _ in range(24):
         if chance.random() < 0.2:
             model.zero_grad(set_to_none=chance.random() < 0.7)
             total = {name: torch.zeros_like(g) for name, g in gradients(model).items()}
