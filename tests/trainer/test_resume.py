@@ -17,26 +17,23 @@ PROGRAM = Path(__file__).parent / "programs" / "resumable.py"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[str, list[str]]:
+def expected(fork_python, tmp_path_factory) -> list[str]:
     """The last two lines of a run that nobody stopped, for 4 virtual ranks."""
-    return {}
+    return fork_python(PROGRAM, tmp_path_factory.mktemp("calm"), "--virtual-ranks", 4)[-2:]
 
 
 def finish(fork_ranks, directory: Path, n: int, *args: object) -> list[str]:
     return fork_ranks(n, PROGRAM, directory, "--virtual-ranks", 4, *args).lines()[-2:]
 
 
-@pytest.fixture
-def expected(fork_ranks, tmp_path: Path, undisturbed) -> list[str]:
-    if not undisturbed:
-        (tmp_path / "calm").mkdir()
-        undisturbed["lines"] = finish(fork_ranks, tmp_path / "calm", 2)
-    return undisturbed["lines"]
-
-
 @pytest.mark.parametrize(
     ("die_at", "phase", "before", "after"),
-    [(1, "loss", 2, 3), (3, "after", 3, 1), (7, "loss", 1, 4), (10, "save", 4, 2), (14, "after", 2, 1)],
+    [
+        (1, "loss", 2, 3),
+        (10, "save", 4, 2),
+        (14, "after", 2, 1),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in [(3, "after", 3, 1), (7, "loss", 1, 4)]),
+    ],
 )
 def test_killed_run_goes_on_to_the_same_bits(fork_ranks, tmp_path, expected, die_at, phase, before, after):
     hurt = fork_ranks(before, PROGRAM, tmp_path, "--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, code=137)
@@ -122,22 +119,35 @@ def test_checkpoints_are_kept_to_the_last_two_and_have_plain_names(fork_ranks, t
     assert job.sha()
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        (["--width", 17], ["another model", "0.weight is float32[16, 8] there and float32[17, 8] here"]),
-        (["--virtual-ranks", 2], ["virtual_ranks=2", "virtual_ranks=4", "give virtual_ranks=4", "another directory"]),
-        (["--seed", 5], ["seed=5", "seed=0"]),
-        (["--batch-size", 30], ["batch_size=20", "batch_size=30", "before step 3"]),
-        (["--optimizer", "SGD"], ["AdamW there", "SGD here"]),
-        (["--resume", "never"], ["already holds a run, up to step 3", "another directory"]),
-    ],
-)
-def test_another_run_does_not_take_a_directory_over(fork_ranks, tmp_path, args, words):
+OTHERS = {
+    "--width 17": ["another model", "0.weight is float32[16, 8] there and float32[17, 8] here"],
+    "--virtual-ranks 2": ["virtual_ranks=2", "virtual_ranks=4", "give virtual_ranks=4", "another directory"],
+    "--seed 5": ["seed=5", "seed=0"],
+    "--batch-size 30": ["batch_size=20", "batch_size=30", "before step 3"],
+    "--optimizer SGD": ["AdamW there", "SGD here"],
+    "--resume never": ["already holds a run, up to step 3", "another directory"],
+}
+ALL_OTHERS = """
+import json, runpy, sys
+import unisono
+
+program, directory, others = sys.argv[1:]
+for other in json.loads(others):
+    sys.argv = [program, directory, *other.split()]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except (unisono.errors.UnisonoError, ValueError) as error:
+        print(json.dumps([other, str(error)]), flush=True)
+"""
+
+
+def test_another_run_does_not_take_a_directory_over(fork_ranks, tmp_path):
     fork_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 3)
-    job = fork_ranks(2, PROGRAM, tmp_path, *args, code=1)
-    for word in words:
-        assert word in job.said
+    job = fork_ranks(2, ALL_OTHERS, PROGRAM, tmp_path, json.dumps([*OTHERS]))
+    for rank in range(2):
+        told = dict(map(json.loads, job.lines(rank)))
+        assert told.keys() == OTHERS.keys()
+        assert not [(other, told[other]) for other, words in OTHERS.items() if not all(w in told[other] for w in words)]
 
 
 def test_resume_must_needs_a_checkpoint(fork_ranks, tmp_path):
