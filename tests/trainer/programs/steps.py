@@ -18,7 +18,7 @@ import unisono
 
 ENGINE, *KEPT = sys.argv[1:]
 FOLDER, LAST = (Path(KEPT[0]), int(KEPT[1]) or None) if KEPT else (None, None)
-N = 75
+N = 45
 
 
 class Said(list):
