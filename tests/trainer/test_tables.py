@@ -18,6 +18,7 @@ from unisono.report.page import render_page
 from unisono.report.source import open_run
 
 PROGRAM = Path(__file__).parent / "programs" / "tables.py"
+SOME = ("Adam", "resumed", "aborted", "divided and clipped", "full", "dynamic and clipped")
 DATA = TensorDataset(torch.arange(120).view(40, 3) ** 2 % 17, torch.arange(40) % 3)
 
 
@@ -29,20 +30,22 @@ def on_one_rank(fork_python, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("n", "engines"),
+    ("n", "engines", "names"),
     [
-        (2, ["collective"]),
-        (3, ["shared"]),
-        *(pytest.param(n, ["shared", "collective"], marks=pytest.mark.soak) for n in (2, 3, 4)),
+        (2, ["collective"], SOME),
+        (3, ["shared"], ()),
+        *(pytest.param(n, ["shared", "collective"], (), marks=pytest.mark.soak) for n in (2, 3, 4)),
     ],
 )
-def test_tables_have_one_digest_on_any_number_of_ranks_in_each_engine(fork_ranks, on_one_rank, tmp_path, n, engines):
+def test_tables_have_one_digest_on_any_number_of_ranks_in_each_engine(
+    fork_ranks, on_one_rank, tmp_path, n, engines, names
+):
     begun, expected = on_one_rank
     for engine in engines:
         shutil.copytree(begun, tmp_path / engine)
-    lines = fork_ranks(n, PROGRAM, tmp_path, ",".join(engines)).lines()
-    found = digests([line.split("] ", 1)[-1] for line in lines], least=14 * len(engines))
-    assert found == {f"{engine}: {name}": sha for engine in engines for name, sha in expected.items()}
+    lines = fork_ranks(n, PROGRAM, tmp_path, ",".join(engines), *names).lines()
+    found = digests([line.split("] ", 1)[-1] for line in lines], least=6 * len(engines))
+    assert found == {f"{engine}: {name}": expected[name] for engine in engines for name in names or expected}
 
 
 def test_what_must_matter_does(on_one_rank):

@@ -1,4 +1,4 @@
-"""Train embedding tables in several ways and print a digest of each: `tables.py DIRECTORY ENGINES`.
+"""Train embedding tables in several ways and print a digest of each: `tables.py DIRECTORY ENGINES [NAME ...]`.
 
 DIRECTORY/begun gets checkpoints of a run that one rank begins. More ranks go on with a copy of it, DIRECTORY/ENGINE.
 """
@@ -6,6 +6,7 @@ DIRECTORY/begun gets checkpoints of a run that one rank begins. More ranks go on
 import copy
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -75,6 +76,10 @@ def train(rule, *, steps=6, **options):
             trainer.step(loss, batch)
     assert steps < 6 or trainer.model.any.rows.evicted > 0
     return trainer
+
+
+def trained(rule, **options):
+    return train(rule, **options).digest()
 
 
 def resumed():
@@ -186,14 +191,18 @@ def check_replicas():
 
 unisono.init()
 check_replicas()
+WAYS = {
+    **{type(rule).__name__: partial(trained, rule) for rule in RULES},
+    "clipped": partial(trained, RULES[2], clip_grad_norm=0.05),
+    "resumed": resumed,
+    "aborted": aborted,
+    "read": read,
+    "divided": divided,
+    "divided and clipped": partial(divided, clip_grad_norm=0.05),
+    "full": full,
+    "dynamic": divided_dynamic,
+    "dynamic and clipped": partial(divided_dynamic, clip_grad_norm=0.05),
+}
 for ENGINE in sys.argv[2].split(","):
-    results = {type(rule).__name__: train(rule).digest() for rule in RULES}
-    results |= {"clipped": train(RULES[2], clip_grad_norm=0.05).digest(), "resumed": resumed(), "aborted": aborted()}
-    results |= {"read": read(), "divided": divided(), "divided and clipped": divided(clip_grad_norm=0.05)}
-    results |= {
-        "full": full(),
-        "dynamic": divided_dynamic(),
-        "dynamic and clipped": divided_dynamic(clip_grad_norm=0.05),
-    }
-    for name, sha in results.items():
-        unisono.print0(f"{ENGINE}: {name} = {sha}")
+    for name in sys.argv[3:] or WAYS:
+        unisono.print0(f"{ENGINE}: {name} = {WAYS[name]()}")
