@@ -62,7 +62,7 @@ def both(model):
     return {"tables": optim.SparseAdam(model.tables(), lr=0.1), "rest": optim.AdamW(model.last.parameters(), lr=0.01)}
 
 
-def train(make, *, steps=8, loss=loss, dtype=torch.float32, virtual_ranks=5, **options):
+def train(make, *, steps=6, loss=loss, dtype=torch.float32, virtual_ranks=5, **options):
     model = Net(dtype=dtype)
     made = make(model)
     trainer = unisono.Trainer(model, made, virtual_ranks=virtual_ranks, engine=ENGINE, progress=False, **options)
