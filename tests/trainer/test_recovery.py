@@ -128,12 +128,13 @@ def test_deaths_while_ranks_read_and_evaluate_change_no_bit(train):
 )
 def test_deaths_while_rank_0_runs_a_block_first_change_no_bit(train, deaths):
     """Of the rank that the others wait for, of one that waits, and of one in the block after rank 0."""
-    assert len(train(3, *deaths).replaced) == 2
+    assert len(train(3, *deaths, epochs=1).replaced) == 2
 
 
 def test_a_death_while_others_are_about_to_make_their_trainer_changes_no_bit(train):
     """A rank that was quicker than the others; these cannot go on without it yet, but they can in a moment."""
-    found = train(3, (1, "before arm", None, "late 1"), (2, "before arm", None, "late 0.5"), (0, "turn", None, KILL))
+    deaths = [(1, "before arm", None, "late 1"), (2, "before arm", None, "late 0.5"), (0, "turn", None, KILL)]
+    found = train(3, *deaths, epochs=1)
     assert len(found.replaced) == 1
 
 
@@ -152,7 +153,7 @@ def test_deaths_between_a_call_and_its_event_leave_none_out(train):
     ids=["sgd", "adamw"],
 )
 def test_deaths_within_an_update_change_no_bit(train, request, deaths):
-    assert train(3, *deaths, optimizer=request.node.callspec.id).new == {0, 1}
+    assert train(3, *deaths, optimizer=request.node.callspec.id, epochs=1).new == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_deaths_within_a_recovery_change_no_bit(train, engine, stages):
     deaths = []
     for i, stage in enumerate(stages):
         deaths += [(0, "loss", 3 * i, KILL), (1, stage, 3 * i, KILL)]
-    assert train(3, *deaths, engine=engine).new == {0, 1}
+    assert train(3, *deaths, engine=engine, epochs=1).new == {0, 1}
 
 
 PIPELINE = {"engine": "auto", "stages": ["blocks.2"]}
@@ -189,28 +190,28 @@ def test_deaths_in_a_pipeline_change_no_bit(train):
 @pytest.mark.parametrize(
     ("ranks", "asked", "deaths"),
     [
-        (2, {}, [(1, "before commit", 0, KILL), (0, "after commit", 0, KILL), (1, "after gather", 10, KILL)]),
-        (4, {}, [(0, "before send", 2, KILL), (3, "before send", 2, KILL), (2, "after write", 6, KILL)]),
+        (2, {}, [(1, "before commit", 0, KILL), (0, "after commit", 0, KILL), (1, "after gather", 5, KILL)]),
+        (4, {}, [(0, "before send", 1, KILL), (3, "before send", 1, KILL), (2, "after write", 3, KILL)]),
         (2, {"stages": 4, "autocast": "fp16"}, [(1, "after update", 0, KILL), (0, "before _unscale", 4, KILL)]),
         (3, {"stages": ["blocks.1", "blocks.3"]}, [(1, "loss", 2, KILL), (2, "before send_state", 2, KILL)]),
     ],
     ids=["first and last step", "two replicas, both stages", "interleaved, fp16", "within a recovery"],
 )
 def test_deaths_at_places_of_a_pipeline_change_no_bit(train, ranks, asked, deaths):
-    train(ranks, *deaths, **{**PIPELINE, **asked})
+    train(ranks, *deaths, **{**PIPELINE, "epochs": 1, **asked})
 
 
 @pytest.mark.parametrize(
     ("engine", "deaths"),
     [
-        ("shared", [(0, "loss", 2, KILL), (2, "after begin", 6, KILL)]),
+        ("shared", [(0, "loss", 1, KILL), (2, "after begin", 3, KILL)]),
         ("collective", [(0, "before launch", 2, KILL), (2, "evaluation", 4, KILL)]),
     ],
     ids=["shared", "collective"],
 )
 def test_deaths_in_a_group_of_the_backend_shm_change_no_bit(train, engine, deaths):
     """The group is that of the script's own `unisono.init("shm")`."""
-    assert train(3, *deaths, engine=engine, backend="shm").new == {0, 2}
+    assert train(3, *deaths, engine=engine, backend="shm", epochs=1).new == {0, 2}
 
 
 def test_ranks_are_freed_from_operations_that_would_wait_for_a_dead_rank_for_ever(train, tmp_path):
@@ -224,7 +225,7 @@ def test_ranks_are_freed_from_operations_that_would_wait_for_a_dead_rank_for_eve
 
 
 def test_a_rank_that_cannot_be_freed_is_replaced_as_well(train):
-    found = train(3, (1, "before launch", 2, KILL), engine="collective", backend="unending", stuck=0)
+    found = train(3, (1, "before launch", 2, KILL), engine="collective", backend="unending", stuck=0, epochs=1)
     assert found.new == {0, 1}
     assert "rank 0 was killed by SIGABRT" in found.replaced[0]
 
@@ -246,9 +247,9 @@ def test_deaths_of_ranks_on_gpus_change_no_bit(train, backend, deaths):
 
 def test_deaths_between_two_steps_with_one_batch_change_no_bit(train):
     """All but one rank die at once, in the second step, and one between the two."""
-    deaths = [(rank, "forge", 3, KILL) for rank in (0, 1, 3)] + [(2, "between", 6, KILL)]
-    found = train(4, *deaths, kind="gan", workers=1)
-    assert found.new == {0, 1, 2, 3}
+    deaths = [(rank, "forge", 3, KILL) for rank in (0, 2)] + [(1, "between", 6, KILL)]
+    found = train(3, *deaths, kind="gan", workers=1)
+    assert found.new == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
@@ -264,7 +265,7 @@ def test_deaths_in_other_forms_of_the_loop_change_no_bit(train, asked, deaths):
     train(2, *deaths, directory=True, **asked)
 
 
-@pytest.mark.parametrize("engine", ["shared", "collective"])
+@pytest.mark.parametrize("engine", ["shared", pytest.param("collective", marks=pytest.mark.soak)])
 def test_a_death_in_a_checkpoint_leaves_only_whole_ones(train, fork_python, undisturbed, tmp_path, engine):
     found = train(2, (0, "before _rename_durably", None, KILL), engine=engine, directory=True)
     assert len(found.replaced) == 1
