@@ -25,11 +25,11 @@ def finish(fork_ranks, directory: Path, *args: object) -> list[str]:
     [
         # The loop stands before an evaluation, is in it, or has done it: what it did is not saved, but done again.
         ("error:evaluation:3", "0 3", []),
-        ("error:stepped:6", "1 6", []),
+        pytest.param("error:stepped:6", "1 6", [], marks=pytest.mark.soak),
         ("term:stepped:3", "0 3", ["--every", 1]),
         ("error:loss:4", "1 4", []),
         # After a step the rest of the body is waited for, if there is somebody who waits.
-        ("error:body:4", "1 3", ["--teacher"]),
+        pytest.param("error:body:4", "1 3", ["--teacher"], marks=pytest.mark.soak),
         ("int:body:4", "1 4", ["--teacher"]),
         ("term:loss:4", "1 5", ["--teacher"]),
         ("main-term:body:5", "1 5", ["--teacher"]),
