@@ -79,8 +79,8 @@ def test_parts_of_two_optimizers_make_the_same_files_too(fork_ranks, fork_python
 def test_each_rank_reads_its_part_whoever_wrote_it(fork_ranks, saved, undisturbed, later):
     begun = 5
     for ranks, how in later[:-1]:
-        fork_ranks(ranks, PROGRAM, saved, how, f"max_steps={begun + 2}")
-        begun += 2
+        fork_ranks(ranks, PROGRAM, saved, how, f"max_steps={begun + 1}")
+        begun += 1
     ranks, how = later[-1]
     job = fork_ranks(ranks, PROGRAM, saved, how)
     assert [job.lines(rank) for rank in range(ranks)] == [[f"from {begun} {undisturbed}"]] * ranks

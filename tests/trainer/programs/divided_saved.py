@@ -98,7 +98,7 @@ trainer = unisono.Trainer(
     parallel=unisono.parallel.Shard(**SHARDS[how]) if how else None,
 )
 begun = trainer.steps_done
-for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in options else None):
+for _ in trainer.epochs(2, max_steps=int(options["max_steps"]) if "max_steps" in options else None):
     for batch in trainer.batches(data, batch_size=12):
         trainer.step(loss, batch)
         if trainer.steps_done == 6 and "load" in options:
