@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -43,7 +42,7 @@ def fit(trainer, epochs=1, **options):
 
 
 HOLDER = """
-import sys, time, torch, unisono
+import sys, torch, unisono
 from torch.utils.data import TensorDataset
 torch.manual_seed(0)
 model = torch.nn.Linear(6, 3)
@@ -57,14 +56,24 @@ sys.stdin.read()
 
 def test_a_directory_is_held_by_one_job_and_free_when_it_dies(tmp_path, monkeypatch):
     monkeypatch.setattr("unisono.state.lock._PATIENCE_S", 0.0)
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=rf"is in use: process {holder.pid} on \S+, since .* Wait for it"):
+    told, tell = os.pipe()
+    holder = os.fork()
+    if not holder:
+        try:
+            trainer = make_trainer(tmp_path / "run")
+            os.write(tell, f"held {trainer.steps_done}".encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(tell)
+    try:
+        assert os.read(told, 10) == b"held 0"
+        with pytest.raises(CheckpointError, match=rf"is in use: process {holder} on \S+, since .* Wait for it"):
             make_trainer(tmp_path / "run")
-        holder.send_signal(signal.SIGKILL)
-        holder.wait()
+    finally:
+        os.close(told)
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
     assert len(fit(make_trainer(tmp_path / "run"))) == 1
 
 

@@ -67,7 +67,7 @@ def undisturbed(fork_python, tmp_path_factory) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("engine", ["shared", "collective"])
+@pytest.mark.parametrize("engine", ["shared", pytest.param("collective", marks=pytest.mark.soak)])
 def test_predictions_best_weights_and_early_stopping_are_alike_on_four_ranks(fork_ranks, tmp_path, undisturbed, engine):
     assert fork_ranks(4, DAILY, tmp_path, engine, 0).lines() == undisturbed
 

@@ -81,15 +81,21 @@ say(digest(found), trainer.digest())
 """
 
 
-@pytest.mark.parametrize("engine", ["shared", "collective"])
-def test_outputs_have_the_same_bits_on_any_number_of_ranks(run_alone, engine, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "engine"),
+    [
+        (3, "shared"),
+        (2, "collective"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in [(2, "shared"), (3, "collective")]),
+    ],
+)
+def test_outputs_have_the_same_bits_on_any_number_of_ranks(run_alone, ranks, engine, tmp_path):
     def run(n):
         script = BITS.replace("ENGINE", repr(engine)).replace("FOLDER", f"Path({str(tmp_path / f'{engine}{n}')!r})")
         return run_alone(n, script)
 
     alone = run(1)
-    assert run(2) == alone * 2
-    assert run(3) == alone * 3
+    assert run(ranks) == alone * ranks
 
 
 CHUNKS = """

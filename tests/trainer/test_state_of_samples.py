@@ -28,7 +28,7 @@ def on_one_rank(fork_python):
 
 
 @pytest.mark.parametrize(
-    ("n", "engine"), [(2, "collective"), (3, "shared"), pytest.param(4, "collective", marks=pytest.mark.soak)]
+    ("n", "engine"), [(3, "shared"), *(pytest.param(n, "collective", marks=pytest.mark.soak) for n in (2, 4))]
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_number_of_ranks_and_engine_change_no_bit(fork_ranks, on_one_rank, name, n, engine):
