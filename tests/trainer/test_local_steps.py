@@ -58,18 +58,18 @@ def make(sync, **options):
         pytest.param("LocalSGD(every=1)", 2, marks=pytest.mark.soak),
     ],
 )
-def test_the_number_of_ranks_changes_no_bit(run_ranks, sync, ranks):
-    one, several = (run_ranks(n, script(sync)) for n in (1, ranks))
+def test_the_number_of_ranks_changes_no_bit(fork_ranks, sync, ranks):
+    one, several = (fork_ranks(n, script(sync)) for n in (1, ranks))
     assert several.sha() == one.sha()
     assert several.out.partition("last:")[2].split()[:2] == one.out.partition("last:")[2].split()[:2]
 
 
-def test_a_run_resumes_within_a_round_on_another_number_of_ranks(run_ranks, tmp_path):
+def test_a_run_resumes_within_a_round_on_another_number_of_ranks(fork_ranks, tmp_path):
     sync, folder = "DiLoCo(every=5)", str(tmp_path / "run")
-    whole = run_ranks(1, script(sync))
-    run_ranks(2, script(sync, directory=folder, steps=7))
-    run_ranks(1, script(sync, directory=folder, steps=11))
-    resumed = run_ranks(3, script(sync, directory=folder))
+    whole = fork_ranks(1, script(sync))
+    fork_ranks(2, script(sync, directory=folder, steps=7))
+    fork_ranks(1, script(sync, directory=folder, steps=11))
+    resumed = fork_ranks(3, script(sync, directory=folder))
     assert resumed.sha() == whole.sha()
 
 

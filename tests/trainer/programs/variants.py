@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 import unisono
 from unisono.state.digest import digest
 
-N, FEATURES, CLASSES = 83, 12, 5
+N, FEATURES, CLASSES = 59, 12, 5
 ENGINE = sys.argv[2] if sys.argv[1:2] == ["--engine"] else "auto"
 Trainer = partial(unisono.Trainer, engine=ENGINE)
 
@@ -69,7 +69,7 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def train(model, optimizer, *, loss=loss, dataset=None, epochs=2, batch_size=24, batches=None, **options):
+def train(model, optimizer, *, loss=loss, dataset=None, epochs=1, batch_size=24, batches=None, **options):
     trainer = Trainer(model, optimizer, virtual_ranks=8, progress=False, **options)
     for _ in trainer.epochs(epochs):
         for batch in trainer.batches(dataset or data(), batch_size=batch_size, **(batches or {})):
@@ -86,7 +86,7 @@ def scheduler():
     model = mlp()
     optimizer = adamw(model)
     cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-    return train(model, optimizer, scheduler=cycle).digest()
+    return train(model, optimizer, epochs=2, scheduler=cycle).digest()
 
 
 def sgd(**options):
@@ -103,7 +103,7 @@ def weighted():
 
 def ema():
     model = mlp()
-    trainer = train(model, adamw(model), ema_decay=0.9)
+    trainer = train(model, adamw(model), epochs=2, ema_decay=0.9)
     value = trainer.evaluate(lambda m, b: m(b[0]).sum(1), data(), ema=True)
     return digest({"average": dict(trainer._averages[""].module.state_dict()), "value": [value.total, value.count]})
 
@@ -111,7 +111,7 @@ def ema():
 def evaluated():
     """What a user's function draws in an evaluation belongs to the virtual rank, too."""
     model = mlp()
-    trainer = train(model, adamw(model), epochs=1)
+    trainer = train(model, adamw(model))
     value = trainer.evaluate(lambda m, b: torch.randn(len(b[0])), data(), micro_batch_size=2)
     return digest({"value": [value.total, value.count]})
 
@@ -187,7 +187,7 @@ def channels_last():
 
 def compiled():
     model = mlp()
-    return train(torch.compile(model, backend="aot_eager"), adamw(model), epochs=1).digest()
+    return train(torch.compile(model, backend="aot_eager"), adamw(model)).digest()
 
 
 def gan():
@@ -219,7 +219,7 @@ def big():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(FEATURES, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 3))
     last = lambda m, b: F.cross_entropy(m(b[0]), b[1] % 3, reduction="none")  # noqa: E731
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=last, epochs=1).digest()
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=last).digest()
 
 
 VARIANTS = {
