@@ -92,7 +92,7 @@ for epoch in trainer.epochs(2):  # in the first one, no rank can be about to end
     for batch in trainer.batches(torch.utils.data.TensorDataset(torch.randn(8, 4)), batch_size=4):
         trainer.step(lambda model, batch: model(batch[0]).square().sum(1), batch)
     for agent in running_jobs() if not epoch else ():
-        if ask(agent, {"ask": "job"})["run_id"] == os.environ["TORCHELASTIC_RUN_ID"]:
+        if (ask(agent, {"ask": "job"}) or {}).get("run_id") == os.environ["TORCHELASTIC_RUN_ID"]:
             print(ask(agent, {"ask": "scale", "ranks": 2 if trainer.world_size == 1 else 1})["problem"])
 """
 
