@@ -47,7 +47,7 @@ if __name__ == "__main__":
         trainer = unisono.Trainer(
             model, optimizer, virtual_ranks=4, directory=FOLDER / name, engine=ENGINE, progress=False
         )
-        for _ in trainer.epochs(3, max_steps=STEPS or None):
+        for _ in trainer.epochs(2, max_steps=STEPS or None):
             batches = trainer.batches(datasets, **options)
             left = len(batches)
             for batch in batches:

@@ -85,7 +85,7 @@ if __name__ == "__main__":
             model, optimizer, virtual_ranks=4, directory=FOLDER / name, engine=ENGINE, progress=False
         )
         dataset, options = Noisy(), SAMPLERS[name]()
-        for _ in trainer.epochs(3, max_steps=STEPS or None):
+        for _ in trainer.epochs(2, max_steps=STEPS or None):
             batches = trainer.batches(dataset, **options)
             left = len(batches)
             for batch in batches:
