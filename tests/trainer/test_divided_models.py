@@ -14,7 +14,7 @@ OTHERS = ("mlp", "bf16", "language_model", "checkpointed", "wandering", "wide")
 CHOSEN = [
     (2, "block", ("fp16", "language_model")),
     (3, "named", ("mlp",)),
-    (4, "block", ("bf16",)),
+    (3, "block", ("bf16",)),
     (2, "joined", ("checkpointed",)),
     (3, "size", ("u_net",)),
     (3, "zero1", ("frozen", "wandering")),

@@ -32,9 +32,8 @@ def on_one_rank(fork_python):
 @pytest.mark.parametrize(
     ("ranks", "layout", "names"),
     [
-        (2, "block", ["fp16"]),
         (4, "replicas", ["fp16"]),
-        (4, "interleaved_zero1", ["fp16"]),
+        (2, "stages2", ["fp16"]),
         *(
             pytest.param(ranks, layout, ["float32", "bf16", "fp16", "llama"], marks=pytest.mark.soak)
             for ranks, layout in LAYOUTS

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 import unisono
 
 layout, *chosen = sys.argv[1:]
-STEPS, BATCH = 20, 8
+STEPS, BATCH = 20, 5
 torch.manual_seed(1)
-TOKENS = TensorDataset(torch.randint(0, 31, (40, 7)))
+TOKENS = TensorDataset(torch.randint(0, 31, (25, 7)))
 
 
 class Language(nn.Module):
