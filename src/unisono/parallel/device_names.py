@@ -1,14 +1,15 @@
-"""Devices as users name them, and whether they are there."""
+"""Devices as users name them, and whether they are there; and the device of a module."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import nn
 
 from unisono.text import a_type
 
-__all__ = ["as_device"]
+__all__ = ["as_device", "device_of"]
 
 
 def as_device(given: Any) -> torch.device:
@@ -41,3 +42,9 @@ def as_device(given: Any) -> torch.device:
     if (index or 0) >= there:
         raise ValueError(f"{device} is not there: this process has {there} devices of type {device.type}")
     return device if index is not None else torch.device(device.type, module.current_device())
+
+
+def device_of(module: nn.Module) -> torch.device | None:
+    """Return the device of a module; None if it has no tensors, or some on several devices."""
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+    return devices.pop() if len(devices) == 1 else None

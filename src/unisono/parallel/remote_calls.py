@@ -31,6 +31,7 @@ from unisono.errors import PeerError, RankMismatchError
 from unisono.job.user_function import enter as refuse_collectives
 from unisono.job.user_function import leave
 from unisono.mismatch import by_value
+from unisono.parallel.device_names import device_of
 from unisono.parallel.graph_entry import enter
 from unisono.parallel.scatter_gather import moved
 from unisono.text import name_ranks
@@ -200,7 +201,7 @@ class RemoteCalls:
         if request.inputs is None:
             return serialize(_Reply(outputs=torch.zeros(())))
         torch.set_rng_state(request.random_state)
-        home = _home(self._module)
+        home = device_of(self._module)
         if home is None or device is None or device == home:
             home = device = None  # nothing moves
         args, kwargs = request.inputs if home is None else moved(request.inputs, home)
@@ -345,12 +346,6 @@ def _open(received: Received, each: _Pass, *, gradients: bool) -> _RemoteRequest
     request: _RemoteRequest = received.open(tensors)
     each.device = next((tensor.device for tensor in tensors if tensor is not request.random_state), None)
     return request
-
-
-def _home(module: nn.Module) -> torch.device | None:
-    """Return the device of a module; None if it has no tensors, or some on several devices."""
-    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
-    return devices.pop() if len(devices) == 1 else None
 
 
 def _run_backward_of(each: _Pass, gradients: Sequence[Tensor | None], *, keep: bool) -> list[Tensor | None]:
