@@ -63,8 +63,9 @@ def memory_of(ranks: list[dict[str, Any]]) -> float:
 
     The kernel counts a page for those that have touched it, so ranks that write gradients for two have more of it.
     """
-    shared = sum(each["shared_nbytes"] for each in ranks) / len(ranks)
-    return shared + max(each["own_nbytes"] - each["shared_nbytes"] for each in ranks)
+    shared: float = sum(each["shared_nbytes"] for each in ranks) / len(ranks)
+    own: float = max(each["own_nbytes"] - each["shared_nbytes"] for each in ranks)
+    return shared + own
 
 
 def _train(model: str, batch: int, ranks: int, code: str, steps: int) -> list[dict[str, Any]]:
