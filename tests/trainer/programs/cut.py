@@ -106,6 +106,7 @@ def train(name):
         parallel = unisono.parallel.Pipeline(stages=names, schedule=schedule)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=5, parallel=parallel, progress=False, seed=3, **options)
     several = isinstance(optimizer, dict)
+    size = {} if name == "mlp" else {"micro_batch_size": 1}
     found = []
     # Each size of a micro-batch is a plan of its own, and to make one takes longer than anything else here.
     for epoch in trainer.epochs(2):
@@ -115,9 +116,9 @@ def train(name):
                 result = trainer.step(loss, batch, optimizer=each)
                 found.append((float(result), result.grad_norm, {k: float(v) for k, v in result.values.items()}))
         averaged = epoch > 0 and "ema_decay" in options
-        found.append(trainer.evaluate(loss, data, batch_size=10, micro_batch_size=1, ema=averaged))
+        found.append(trainer.evaluate(loss, data, batch_size=10, ema=averaged, **size))
     if micro_batch_size:
-        outputs = trainer.predict(lambda model, batch: model(batch[0]), data, micro_batch_size=1, to="all")
+        outputs = trainer.predict(lambda model, batch: model(batch[0]), data, batch_size=10, to="all", **size)
         found.append(hashlib.sha256(outputs.contiguous().numpy().tobytes()).hexdigest())
     found.append(trainer.digest())
     found += [
