@@ -9,7 +9,7 @@ import pytest
 
 from printed import printed
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 CELL = """
 from dataclasses import dataclass
