@@ -235,8 +235,9 @@ class UnitExchange:
     def _transfer(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         group, device = self._world.group, self._world.device
         assert group is not None
-        # Where tensors are on a GPU and travel from the CPU, copies of them do.
-        goes = {peer: tensor.to(device) for peer, tensor in sends.items() if tensor.numel()}
+        # Where tensors are on a GPU and travel from the CPU, copies of them do: one for all peers that get the same.
+        copies = {id(tensor): tensor.to(device) for tensor in sends.values()}
+        goes = {peer: copies[id(tensor)] for peer, tensor in sends.items() if tensor.numel()}
         comes = {
             peer: torch.empty_like(tensor, device=device) if tensor.device.type != device.type else tensor
             for peer, tensor in receives.items()
