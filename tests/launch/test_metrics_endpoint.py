@@ -31,6 +31,7 @@ TRAIN = """
                 urllib.request.urlopen(urllib.request.Request(url + path, method=method), timeout=30)
             except urllib.error.HTTPError as error:
                 print("#", error.code)
+    unisono.comm.barrier()  # until then both ranks run
 """
 
 
