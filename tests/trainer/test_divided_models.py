@@ -27,6 +27,7 @@ ALL = [
     (4, "block", OTHERS),
     (3, "joined", (*OTHERS, "u_net")),
     (2, "default", OTHERS),
+    (2, "default_size", OTHERS),
     (3, "size", (*OTHERS, "u_net")),
     (3, "zero1", (*SOME, "wandering")),
     (4, "zero1", (*SOME, "language_model")),

@@ -57,8 +57,8 @@ class World:
     def connect(cls, device: torch.device, *, timeout_s: float = _TIMEOUT_S) -> World:
         """Join the ranks of this job. Every rank must call it. A rank that takes the place of one that died is alone.
 
-        Uses the default process group of torch.distributed if it exists. Otherwise starts it, with nccl where each rank
-        has a GPU of its own and gloo elsewhere, and ends it at exit. Traffic, in that case: that of `unisono.init`,
+        Uses the default process group of torch.distributed if it exists. Otherwise starts it, as `unisono.init()` does
+        with "auto", and ends it at exit. Traffic, in that case: that of `unisono.init`,
         over the store.
 
         Args:
@@ -78,8 +78,7 @@ class World:
             placement = own_placement()
             if placement.world_size == 1:
                 return cls(local_rank=placement.local_rank)
-            backend = "auto" if device.type == "cuda" else "gloo"
-            begin_job(backend, timeout=timedelta(seconds=timeout_s), device=device)
+            begin_job("auto", timeout=timedelta(seconds=timeout_s), device=device)
         size, rank = world_size(), own_rank()
         if size == 1:
             return cls(local_rank=local_rank())

@@ -22,7 +22,7 @@ folder, how, *rest = sys.argv[1:]
 options = dict(each.partition("=")[::2] for each in rest)
 SHARDS = {
     "block": {"unit_bytes": 1},
-    "size": {"by": "size"},
+    "size": {"by": "size", "unit_bytes": 1500},
     "replicas": {"replicas": 2},
     "zero1": {"zero": 1},
 }

@@ -32,7 +32,7 @@ class Shard:
             them, whatever the modules are.
         unit_bytes: The size of a unit, in bytes. With by="block", blocks that follow each other come together at once
             while they have no more than that; None: 1 MiB. With by="size", a larger parameter is a unit of its own;
-            None: a sixteenth of the model.
+            None: a sixteenth of the model, but at least 1 MiB.
         zero: 3 divides weights, gradients and the optimizer's state. 1 divides the optimizer's state alone: weights
             are whole on each rank at any time, and gradients until they are summed. (The numbers are those of
             Rajbhandari et al., "ZeRO", 2020.)
