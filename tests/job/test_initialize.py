@@ -348,6 +348,11 @@ def test_the_backend_fits_the_hosts_and_gpus(asked, hosts, gpus, cpu_backend, ch
     assert choose_backend([asked, asked], hosts=hosts, gpus=gpus, cpu_backend=cpu_backend) == (chosen, None)
 
 
+def test_ranks_of_which_one_cannot_share_memory_get_gloo():
+    chosen = choose_backend(["auto"] * 2, hosts=TWO, gpus=[None] * 2, cpu_backend=None, shares_memory=False)
+    assert chosen == ("gloo", None)
+
+
 def test_ranks_that_share_a_gpu_get_gloo_and_are_told():
     chosen, remark = choose_backend(["auto"] * 3, hosts=["a"] * 3, gpus=["x", "y", "x"], cpu_backend=None)
     assert chosen == "gloo"

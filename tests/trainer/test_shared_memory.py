@@ -36,9 +36,11 @@ say(model[0].weight[3, 4].item(), optimizer.state[model[0].bias]["exp_avg"][2].i
 
 
 CONNECTS = """
-import os, sys, torch, torch.distributed as dist, unisono
-if len(sys.argv) > 1:
-    os.environ["UNISONO_CPU_BACKEND"] = sys.argv[1]
+import os, resource, sys, torch, torch.distributed as dist, unisono
+if "gloo" in sys.argv:
+    os.environ["UNISONO_CPU_BACKEND"] = "gloo"
+if "limit" in sys.argv and os.environ["RANK"] == "1":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 model = torch.nn.Linear(4, 3)
 trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), virtual_ranks=4, progress=False)
 print(dist.get_backend())
@@ -48,6 +50,7 @@ print(dist.get_backend())
 def test_ranks_of_one_host_send_through_shared_memory_unless_it_is_to_be_gloo(fork_ranks):
     assert fork_ranks(2, CONNECTS).out == "[0] shm\n[1] shm\n"
     assert fork_ranks(2, CONNECTS, "gloo").out == "[0] gloo\n[1] gloo\n"
+    assert fork_ranks(2, CONNECTS, "limit").out == "[0] gloo\n[1] gloo\n"  # ulimit -f counts shared memory
 
 
 def test_a_saved_state_holds_no_more_than_it_names(run_alone):

@@ -27,7 +27,7 @@ from unisono.job.connection_watch import watch_connections
 from unisono.job.current import ActiveJob, Job, active_job, current_job, refuse_lone_rank, set_active_job, store_of
 from unisono.job.default_group import make_group
 from unisono.job.group_watch import start_watch
-from unisono.job.local_ranks import choose_backend, own_gpu, place_on_hosts
+from unisono.job.local_ranks import can_share_memory, choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
 from unisono.job.rejoin import begin_as_new_rank, is_new_rank
 from unisono.job.rendezvous import Rendezvous, rendezvous
@@ -146,6 +146,7 @@ def begin_job(
         hosts=[fact["host"] for fact in own],
         gpus=[fact["gpu"] for fact in own],
         cpu_backend=own[0]["cpu_backend"],
+        shares_memory=all(fact["shares_memory"] for fact in own),
     )
     if remark is not None and meeting.rank == 0:
         print(f"unisono: {remark}", file=sys.stderr)
@@ -265,7 +266,7 @@ class _RendezvousRanks:
         )
 
 
-def _facts(backend: str, ranks: _RendezvousRanks, device: str | torch.device | None) -> dict[str, str | None]:
+def _facts(backend: str, ranks: _RendezvousRanks, device: str | torch.device | None) -> dict[str, Any]:
     """Return the facts about this rank on which the choice of the backend depends."""
     chosen = rank_device(device, backend, local_rank=ranks.placement.local_rank)
     return {
@@ -274,6 +275,7 @@ def _facts(backend: str, ranks: _RendezvousRanks, device: str | torch.device | N
         "device": str(chosen),
         "gpu": own_gpu(chosen),
         "cpu_backend": os.environ.get(CPU_BACKEND_VARIABLE),
+        "shares_memory": can_share_memory(),
     }
 
 

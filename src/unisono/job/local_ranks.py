@@ -1,13 +1,13 @@
 """Local ranks and the backend of a job, from the hosts and GPUs that its ranks report.
 
-Pure, except that `own_gpu` asks this process's torch, and "auto" asks this system whether it has memfd_create and
-pidfd_open. `job.initialize` exchanges the values between ranks.
+Pure, except that `own_gpu` asks this process's torch, and `can_share_memory` this system. `job.initialize` exchanges
+the values between ranks.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+import resource
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,10 +15,14 @@ import torch
 
 from unisono.errors import LaunchError, RankMismatchError
 from unisono.job.placement import Placement
+from unisono.machine import shared_memory_obstacle
 from unisono.text import name_ranks
 from unisono.variables import CPU_BACKEND_VARIABLE
 
-__all__ = ["choose_backend", "own_gpu", "place_on_hosts"]
+__all__ = ["can_share_memory", "choose_backend", "own_gpu", "place_on_hosts"]
+
+_GROUP_NBYTES = 64 << 20
+"""The memory of a group of the backend "shm". It counts as a file, whose size `ulimit -f` may limit."""
 
 
 def own_gpu(device: torch.device) -> str | None:
@@ -57,7 +61,12 @@ def place_on_hosts(hosts: Sequence[str], *, launcher: str = "none") -> list[Plac
 
 
 def choose_backend(
-    asked: Sequence[str], *, hosts: Sequence[str], gpus: Sequence[str | None], cpu_backend: str | None
+    asked: Sequence[str],
+    *,
+    hosts: Sequence[str],
+    gpus: Sequence[str | None],
+    cpu_backend: str | None,
+    shares_memory: bool = True,
 ) -> tuple[str, str | None]:
     """Choose the backend of a job from the requests, hosts and GPUs of all ranks: the same on every rank.
 
@@ -66,6 +75,7 @@ def choose_backend(
         hosts: The name of each rank's host.
         gpus: Each rank's GPU, as `own_gpu` names it, or None.
         cpu_backend: The value of UNISONO_CPU_BACKEND.
+        shares_memory: False if some rank cannot share memory with others of its host.
 
     Returns:
         The backend, and a remark about the choice for rank 0 to print, or None.
@@ -116,8 +126,11 @@ def choose_backend(
         raise ValueError(f'{CPU_BACKEND_VARIABLE}={cpu_backend!r} in the environment must be "gloo" or "shm"')
     if cpu_backend:
         return cpu_backend, None
-    return ("shm" if len(set(hosts)) == 1 and _has_shared_memory() else "gloo"), None
+    return ("shm" if len(set(hosts)) == 1 and shares_memory else "gloo"), None
 
 
-def _has_shared_memory() -> bool:
-    return sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
+def can_share_memory() -> bool:
+    """Return True if this process can be in a group of the backend "shm"."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    has_room = limit == resource.RLIM_INFINITY or limit >= _GROUP_NBYTES
+    return has_room and shared_memory_obstacle() is None

@@ -28,10 +28,12 @@ from unisono.job.connection_watch import watch_connections
 from unisono.job.current import ActiveJob, Job, active_job, set_active_job
 from unisono.job.default_group import close_connections, make_group
 from unisono.job.group_watch import start_watch
+from unisono.job.local_ranks import can_share_memory
 from unisono.job.placement import own_placement
 from unisono.job.rendezvous import Rendezvous
 from unisono.recovery_link import Membership, RecoveryLink
 from unisono.text import name_ranks
+from unisono.variables import CPU_BACKEND_VARIABLE
 
 __all__ = [
     "RecoveryStore",
@@ -212,7 +214,8 @@ def begin_alone(device: torch.device) -> None:
         node_rank=placement.node_rank,
         num_nodes=1,
         device=device,
-        backend="nccl" if device.type == "cuda" else "gloo",
+        # If it is shm, `rejoin` asks whether ranks can share memory.
+        backend="nccl" if device.type == "cuda" else os.environ.get(CPU_BACKEND_VARIABLE) or "shm",
         launcher=placement.launcher,
         timeout=_TIMEOUT,
         number=0,
@@ -258,8 +261,12 @@ def rejoin(store: RecoveryStore) -> None:
     assert active is not None
     size = store.membership.size
     local_size, node_rank, num_nodes = _host_of(active.job.rank, store.membership)
-    # Hosts share no memory, and there may have been one only so far.
-    backend = "gloo" if num_nodes > 1 and active.job.backend == "shm" else active.job.backend
+    store.put(f"came/{active.job.rank}", can_share_memory())
+    shares_memory = all(store.read([f"came/{rank}" for rank in range(size)], doing="come to go on"))
+    backend = active.job.backend
+    # Hosts share no memory, and there may have been one only so far. A limit may have come since.
+    if backend == "shm" and (num_nodes > 1 or (active.asked == "auto" and not shares_memory)):
+        backend = "gloo"
     job = replace(
         active.job,
         world_size=size,
@@ -268,8 +275,6 @@ def rejoin(store: RecoveryStore) -> None:
         num_nodes=num_nodes,
         backend=backend,
     )
-    store.put(f"came/{job.rank}", True)
-    store.read([f"came/{rank}" for rank in range(size)], doing="come to go on")
     os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = str(size), str(local_size)
     os.environ["GROUP_RANK"], os.environ["GROUP_WORLD_SIZE"] = str(node_rank), str(num_nodes)
     meeting = Rendezvous(store=store.store, rank=job.rank, world_size=job.world_size, place="the launcher's store")
