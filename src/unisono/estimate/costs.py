@@ -37,12 +37,14 @@ class Machine:
     """Returns when a rank that does some operations takes most memory."""
     memory_bytes_per_s: float
     link_bytes_per_s: float
-    """The rate at which a rank can send to others."""
+    """The rate of messages between two ranks of this host, which one copies in and the other one out."""
     cores: int
+    slowdown: float = 1.0
+    """How many times as long computing takes where ranks compute on all of their cores at once."""
 
     def crowding(self, ranks: int) -> float:
-        """Return how many times as long computing takes because ranks share cores."""
-        return max(1.0, ranks / self.cores)
+        """Return how many times as long computing takes because other ranks do so, too."""
+        return 1.0 if ranks == 1 else self.slowdown * max(1.0, ranks / self.cores)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,13 +24,18 @@ from unisono.estimate.step_memory import (
     with_shared_memory,
 )
 
-__all__ = ["busiest", "costs_without_stages", "memory_of", "sending_s", "sum_traffic"]
+__all__ = ["EXCHANGE_S", "busiest", "costs_without_stages", "memory_of", "sending_s", "sum_traffic"]
 
 _SMALL_NBYTES = 1 << 20
 """Models below this size have other rows in shared memory, which are as small as they are."""
 _ADDITION = 3
 """Bytes moved for each byte of a sum: both operands are read, and one is written."""
 _COPY = 2
+EXCHANGE_S = 0.8e-3
+"""The time of an exchange of small messages between ranks of a host, with the Python code around it: the difference of
+measured steps with many of them and with few, on two cores of an AMD EPYC. Steps of 50 ms and more hardly know it."""
+_LOOK_S = 10e-6
+"""The time in which by="size" looks at the arguments of an operation, likewise."""
 
 
 def costs_without_stages(profile: ModelProfile, workload: Workload, machine: Machine) -> Iterator[LayoutCost]:
@@ -90,8 +95,8 @@ def _moved_s(nbytes: float, machine: Machine) -> float:
 
 
 def sending_s(nbytes: float, machine: Machine) -> float:
-    """Return the time in which a rank sends this much and receives as much; both take its core."""
-    return 2 * nbytes / machine.link_bytes_per_s
+    """Return the time in which a rank sends this much and receives as much: it copies one in and the other out."""
+    return nbytes / machine.link_bytes_per_s
 
 
 def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
@@ -156,6 +161,7 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
         + _moved_s((len(layout.nodes[rank]) * _COPY + _COPY) * whole, machine)
         + profile.update_s
     ) * crowding + sending_s(sent, machine)
+    step_s += EXCHANGE_S
     return LayoutCost(
         name=f"{workload.ranks} replicas",
         code='engine="collective"' if workload.hosts == 1 else "",
@@ -220,6 +226,7 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
         + _moved_s(moved, machine)
         + profile.update_s / ranks
     ) * crowding + sending_s(sent, machine)
+    step_s += (1 + 2 * len(profile.record.units["size"])) * EXCHANGE_S  # a vote; sums and new weights of each unit
     return LayoutCost(
         name=f"{ranks} ranks, zero=1",
         code="parallel=unisono.parallel.Shard(zero=1)",
@@ -228,6 +235,13 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
         step_s=step_s,
         ranks=ranks,
     )
+
+
+def _exchanges(profile: ModelProfile, by: str, passes: int) -> int:
+    """Return how many exchanges a step has in which units come together: the last unit of a pass begins the next."""
+    units = len(profile.record.units[by]) - (by == "block")
+    gathers = passes * max(1, 2 * units - 2) + 2
+    return 2 * gathers + units  # a vote and the weights; and sums
 
 
 def _shards(
@@ -258,7 +272,9 @@ def _shards(
         + _additions_s(profile, workload, machine)
         + _moved_s(own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY, machine)
         + profile.update_s / ranks
+        + (passes * len(profile.record.passes) * _LOOK_S if by == "size" else 0)
     ) * crowding + sending_s(sent, machine)
+    step_s += _exchanges(profile, by, passes) * EXCHANGE_S
     name = f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards"
     return LayoutCost(
         name=name + (" by size" if by == "size" else ""),

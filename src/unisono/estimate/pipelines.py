@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
-from unisono.estimate.layouts import busiest, memory_of, sending_s, sum_traffic
+from unisono.estimate.layouts import EXCHANGE_S, busiest, memory_of, sending_s, sum_traffic
 from unisono.estimate.model_profile import ModelProfile
 from unisono.estimate.stage_memory import cut, with_stage
 from unisono.estimate.step_memory import RankShare
@@ -142,7 +142,7 @@ def _cost(
         code=f"parallel=unisono.parallel.Pipeline(stages=[{names}]{schedule}{', zero=1' if zero else ''})",
         memory=most,
         sent_nbytes=sent_most,
-        step_s=(timeline.duration + slowest_s) * crowding,
+        step_s=(timeline.duration + slowest_s) * crowding + 2 * micro_batches * EXCHANGE_S,
         waiting=timeline.bubble,
         ranks=workload.ranks,
     )

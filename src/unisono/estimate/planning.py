@@ -11,9 +11,10 @@ import torch
 from unisono.errors import EstimateError
 from unisono.estimate.bare_rank import BareRank
 from unisono.estimate.costs import LayoutCost, Machine, Workload
+from unisono.estimate.crowding import Load, crowding
 from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
-from unisono.estimate.operator_times import OperatorTimes
+from unisono.estimate.operator_times import OperatorTimes, time_beside_operators
 from unisono.estimate.pipelines import Uncut, costs_of_pipelines, stage_counts
 from unisono.estimate.rates import link_rate, memory_rate
 from unisono.estimate.user_build import find_build
@@ -96,15 +97,16 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
         micro_batches=-(-request.share // request.micro_batch),
     )
     with BareRank(build) as bare:
+        tell("timing operators" if not request.measures else "running a micro-batch")
+        profile, slowdown = _profile(build, request, stages)
         machine = Machine(
             base_nbytes=bare.base_nbytes,
             replay=bare.replay,
             memory_bytes_per_s=memory_rate(),
             link_bytes_per_s=link_rate(),
             cores=usable_cores(),
+            slowdown=slowdown,
         )
-        tell("timing operators" if not request.measures else "running a micro-batch")
-        profile = _profile(build, request, stages)
         tell("replaying the memory of steps")
         found = [
             *costs_without_stages(profile, workload, machine),
@@ -118,16 +120,29 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     )
 
 
-def _profile(build: Callable[[], Any], request: Request, stages: list[int]) -> ModelProfile:
-    """Profile a model with one thread, as a Trainer computes it if nothing else is said."""
+def _profile(build: Callable[[], Any], request: Request, stages: list[int]) -> tuple[ModelProfile, float]:
+    """Profile a model with one thread, as a Trainer computes it if nothing else is said.
+
+    Returns:
+        The profile, and how many times as long its operators take where ranks compute on all of their cores at once.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return profile_model(
+        times = OperatorTimes(beside_s=time_beside_operators())
+        profile = profile_model(
             build,
             micro_batch=request.micro_batch,
             stages=stages,
-            times=None if request.measures else OperatorTimes(),
+            times=None if request.measures else times,
         )
+        loads = times.loads() or [Load(_product, 1)]
+        return profile, crowding(loads, min(request.ranks, usable_cores()))
     finally:
         torch.set_num_threads(before)
+
+
+def _product() -> Callable[[], Any]:
+    """Return a product of matrices, which stands for a model whose operators are not known."""
+    left, right = torch.ones(256, 256), torch.ones(256, 256)
+    return lambda: left @ right
