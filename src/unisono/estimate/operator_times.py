@@ -7,6 +7,7 @@ its module, and autograd makes a node. That time is measured, too, in a model wi
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,8 @@ __all__ = ["OperatorTimes", "time_beside_operators"]
 _REPEATS, _ENOUGH_S = 5, 0.05
 _WIDTH, _LAYERS, _PASSES = 16, 8, 20
 """The model with tiny layers, and its passes."""
-_LOADS, _LOAD_NBYTES = 32, 64 << 20
-"""The most operators that stand for a model, and the most memory of one of them."""
+_LOADS, _LOADS_S, _LOAD_NBYTES = 32, 0.2, 64 << 20
+"""The most operators that stand for a model, how long they may take together, and the most memory of one of them."""
 _MOST_NBYTES = 1 << 30
 """The most memory in which an operator is run. Larger ones are as fast as the machine's arithmetic and memory."""
 _VIEW_S = 3e-6
@@ -99,7 +100,8 @@ class OperatorTimes:
         """Return the operators that have taken most of the time, without the largest ones."""
         small = [each for each in self._known.values() if each.nbytes <= _LOAD_NBYTES]
         small.sort(key=lambda each: each.seconds * each.calls, reverse=True)
-        return [Load(each.make, each.calls) for each in small[:_LOADS]]
+        until = itertools.accumulate((each.seconds for each in small), initial=0.0)  # those before each
+        return [Load(each.make, each.calls) for each, s in zip(small[:_LOADS], until, strict=False) if s < _LOADS_S]
 
     def _computed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, nbytes: int) -> float:
         count = flop_registry.get(func._overloadpacket)
