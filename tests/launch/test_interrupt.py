@@ -232,7 +232,8 @@ SHARING = """
         batches = iter(DataLoader(list(range(1000)), num_workers=1))
         kept = [next(each) for each in (batches, otherwise)]
         signal.signal(signal.SIGINT, {at_the_end})
-        print(f"{{block.name}} up")
+        lock = getattr(kept[1], "_semlock", None)
+        print(f"{{block.name}} up", lock.name if lock else "")
         time.sleep(1000)
 """
 A_SPAWNED_LOADER = "iter(DataLoader(list(range(1000)), num_workers=1, multiprocessing_context='spawn'))"
@@ -257,6 +258,9 @@ def test_shared_memory_with_a_name_is_removed_when_the_launcher_is_killed(launch
 def test_shared_memory_is_removed_also_when_its_helpers_have_been_killed(launcher):
     job, lines = start(launcher, SHARING.format(otherwise=LOCKS, at_the_end="end"), ranks=1)
     files, _, name = traces(launcher, job, lines)
+    lock = Path(f"/dev/shm/sem.{lines[0].split()[-1].removeprefix('/')}")
+    assert lock.exists()  # a process that has made it maps it under another name, which is gone
+    files.add(str(lock))
     others = Path(f"/dev/shm/psm_{secrets.token_hex(4)}")
     others.touch()
     try:

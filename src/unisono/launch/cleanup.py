@@ -121,10 +121,27 @@ def remove_scratch(folder: str) -> None:
 
 def _mapped_names(pid: int) -> set[Path]:
     """Return the files of Python's named shared memory and semaphores that a process has mapped."""
-    return {Path(name) for name in _NAMED.findall(kernel_text(f"/proc/{pid}/maps"))}
+    found, gone = set(), set()
+    for number, name, deleted in _MAPPED.findall(kernel_text(f"/proc/{pid}/maps")):
+        if deleted:
+            gone.add(int(number))
+        elif Path(name).name.startswith(_NAMED):
+            found.add(Path(name))
+    # The C library makes a semaphore under another name, by which its maker has it mapped, and links the file.
+    return found | {path for path, number in (_semaphores() if gone else ()) if number in gone}
 
 
-_NAMED = re.compile(rf"{_SHARED_MEMORY}/(?:psm_|sem\.mp-)\w+$", re.MULTILINE)
+_MAPPED = re.compile(rf" (\d+) +({_SHARED_MEMORY}/\S+)( \(deleted\))?$", re.MULTILINE)
+_SEMAPHORE = "sem.mp-"
+_NAMED = ("psm_", _SEMAPHORE)
+
+
+def _semaphores() -> list[tuple[Path, int]]:
+    """List the files of Python's named semaphores, each with the number of its inode."""
+    found = []
+    with suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+        found = [(Path(entry.path), entry.inode()) for entry in entries if entry.name.startswith(_SEMAPHORE)]
+    return found
 
 
 def _changed_since(path: Path, time_s: float) -> bool:
