@@ -58,8 +58,7 @@ class World:
         """Join the ranks of this job. Every rank must call it. A rank that takes the place of one that died is alone.
 
         Uses the default process group of torch.distributed if it exists. Otherwise starts it, as `unisono.init()` does
-        with "auto", and ends it at exit. Traffic, in that case: that of `unisono.init`,
-        over the store.
+        with "auto", and ends it at exit. Traffic, in that case: that of `unisono.init`, over the store.
 
         Args:
             device: The device on which this rank computes.

@@ -129,15 +129,10 @@ def _profile(build: Callable[[], Any], request: Request, stages: list[int]) -> t
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = OperatorTimes(beside_s=time_beside_operators())
-        profile = profile_model(
-            build,
-            micro_batch=request.micro_batch,
-            stages=stages,
-            times=None if request.measures else times,
-        )
-        loads = times.loads() or [Load(_product, 1)]
-        return profile, crowding(loads, min(request.ranks, usable_cores()))
+        times = None if request.measures else OperatorTimes(beside_s=time_beside_operators())
+        profile = profile_model(build, micro_batch=request.micro_batch, stages=stages, times=times)
+        loads = [] if times is None else times.loads()
+        return profile, crowding(loads or [Load(_product, 1)], min(request.ranks, usable_cores()))
     finally:
         torch.set_num_threads(before)
 
