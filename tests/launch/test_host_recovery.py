@@ -181,6 +181,7 @@ def test_a_host_that_comes_late_brings_ranks_and_one_that_dies_meanwhile_changes
     await_line(first, "working", stream="stdout")
     lost = start_one(hosts, 1, "1:2", "0.25", ranks=2, flags=token)
     told = await_line(first, "unisono: host 1, host1 (10.97.0.2), joins with ranks 2-3, which start now")
+    await_line(lost, "joins the running job as host 1")  # before that, it cannot say what happens to it
     os.kill(lost.pid, signal.SIGKILL)
     finish(lost)
     hold(hosts)
