@@ -1,4 +1,4 @@
-"""Which rank has which rows of a table that is divided over ranks. Pure.
+"""Which rank has which rows of a table that is divided over ranks, and which rows of a step it updates. Pure.
 
 Rows are dealt in blocks, by a hash of the number of the block: often the first ids are the frequent ones, and they
 spread over ranks. A block of a large table is a page of memory, so no page is needed on two ranks.
@@ -7,13 +7,19 @@ spread over ranks. A block of a large table is a page of memory, so no page is n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from unisono.embedding.initial_rows import mixed
 from unisono.embedding.zero_memory import LEAST_NBYTES, PAGE_NBYTES
 
-__all__ = ["RowOwners"]
+__all__ = ["RowOwners", "range_by_sample"]
+
+_LEAST_ENTRIES = 256
+"""With fewer entries for each of several owners of rows, the work is less than that of dividing it."""
+_SAMPLED = 32
+"""The number of entries in a sample for each owner: shares differ by a few percent."""
 
 
 class RowOwners:
@@ -50,3 +56,29 @@ class RowOwners:
     def own(self, ids: Tensor) -> Tensor:
         """Return True for each row that this rank has, [n]."""
         return self.of(ids) == self._rank
+
+
+def range_by_sample(owner: int, owners: int, lists: Sequence[Tensor]) -> tuple[int | None, int | None] | None:
+    """Return the rows that one of several owners updates: start <= row < stop, where None is no bound.
+
+    Few rows have a single owner. Otherwise boundaries are quantiles of a sample of the lists, each in proportion.
+
+    Args:
+        owner: The number of the owner.
+        owners: The number of owners.
+        lists: Ascending rows, of which a row may be in several lists.
+
+    Returns:
+        The bounds; None if the owner has no row.
+    """
+    total = sum(map(len, lists))
+    owners = min(owners, max(total // _LEAST_ENTRIES, 1))
+    if owner >= owners:
+        return None
+    sample: list[int] = []
+    if owners > 1:
+        stride = max(total // (_SAMPLED * owners), 1)
+        sample = sorted(row for rows in lists for row in rows[::stride].tolist())
+    start = sample[len(sample) * owner // owners] if owner else None
+    stop = sample[len(sample) * (owner + 1) // owners] if owner + 1 < owners else None
+    return start, stop

@@ -30,6 +30,14 @@ class SummedRows(NamedTuple):
         """Return the entries from number `start` to before number `stop`, as views."""
         return SummedRows(self.rows[start:stop], self.values[start:stop])
 
+    def within(self, start: int | None, stop: int | None) -> SummedRows:
+        """Return the entries of rows start <= row < stop, as views; None is no bound."""
+        first, last = (
+            default if bound is None else int(torch.searchsorted(self.rows, bound))
+            for bound, default in ((start, 0), (stop, len(self.rows)))
+        )
+        return self.between(first, last)
+
 
 def sum_by_row(
     ids: Tensor,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.located_rows import LocatedRows
-from unisono.embedding.row_owners import RowOwners
+from unisono.embedding.row_owners import RowOwners, range_by_sample
 from unisono.embedding.row_sums import SummedRows, add_row_gradients, row_gradient, rows_of
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.all_gather_v import AllGatherV, GroupAllToAllV, next_part
@@ -39,10 +39,6 @@ _WITHOUT: dict[type[Optimizer], tuple[str, ...]] = {
 """The optimizers of torch that accept sparse gradients, and the options with which they do not."""
 _Sums = list[SummedRows | None]
 """The sums of a node, by table."""
-_LEAST_ENTRIES = 256
-"""With fewer entries for each of several owners of rows, the work is less than that of dividing it."""
-_SAMPLED = 32
-"""The number of entries in a sample for each owner: shares differ by a few percent."""
 
 
 def split_sparse(trained: Trained, modules: Iterable[nn.Module]) -> tuple[Trained, Trained]:
@@ -276,11 +272,11 @@ class TableSums:
         if not self.used[table] or (total is not None and not total.is_sparse):  # the optimizer refuses that one
             return total
         parts = {Node(0, self._layout.leaves): rows_of(total)} if total is not None else self._parts[table]
-        bounds = _range_of((self._rank - table) % ranks, ranks, [summed.rows for summed in parts.values()])
+        bounds = range_by_sample((self._rank - table) % ranks, ranks, [summed.rows for summed in parts.values()])
         if bounds is None:
             nothing = SummedRows(torch.empty(0, dtype=torch.int64, device=p.device), p.detach()[:0])
             return row_gradient(nothing, p.shape)
-        own = {node: _within(summed, *bounds) for node, summed in parts.items()}
+        own = {node: summed.within(*bounds) for node, summed in parts.items()}
         return row_gradient(self._fold(own, p.shape), p.shape)
 
     def scale(self, factor: float) -> None:
@@ -343,41 +339,6 @@ class TableSums:
                 sums.append(SummedRows(indices, values.view(count, *p.shape[1:])))
             found.append((node, sums))
         return found
-
-
-def _range_of(owner: int, owners: int, lists: Sequence[Tensor]) -> tuple[int | None, int | None] | None:
-    """Return the rows that one of several owners updates: start <= row < stop, where None is no bound.
-
-    Few rows have a single owner. Otherwise boundaries are quantiles of a sample of the lists, each in proportion.
-
-    Args:
-        owner: The number of the owner.
-        owners: The number of owners.
-        lists: Ascending rows, of which a row may be in several lists.
-
-    Returns:
-        The bounds; None if the owner has no row.
-    """
-    total = sum(map(len, lists))
-    owners = min(owners, max(total // _LEAST_ENTRIES, 1))
-    if owner >= owners:
-        return None
-    sample: list[int] = []
-    if owners > 1:
-        stride = max(total // (_SAMPLED * owners), 1)
-        sample = sorted(row for rows in lists for row in rows[::stride].tolist())
-    start = sample[len(sample) * owner // owners] if owner else None
-    stop = sample[len(sample) * (owner + 1) // owners] if owner + 1 < owners else None
-    return start, stop
-
-
-def _within(summed: SummedRows, start: int | None, stop: int | None) -> SummedRows:
-    """Return the entries of rows start <= row < stop, as views."""
-    first, last = (
-        default if bound is None else int(torch.searchsorted(summed.rows, bound))
-        for bound, default in ((start, 0), (stop, len(summed.rows)))
-    )
-    return summed.between(first, last)
 
 
 def _coalesced(name: str, gradient: Tensor | None) -> SummedRows | None:

@@ -10,7 +10,6 @@ import secrets
 import signal
 import time
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from unisono.launch.hang.observer import Observer
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.output.relay import Relay
 from unisono.launch.recovery_page import RecoveryPage
+from unisono.launch.standard_input import duplicate_stdin
 from unisono.server_page import ServerPage
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Generation:
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask, **self._page_file()}
-        if self._local.get(rank, rank) == self._job.stdin and (file := _own_stdin()) is not None:
+        if self._local.get(rank, rank) == self._job.stdin and (file := duplicate_stdin()) is not None:
             files["stdin"] = file
         return files | ({"events": events[0]} if events else {})
 
@@ -394,14 +394,3 @@ class Generation:
             in_call=self.observer.in_call(rank),
             doing=self.observer.doing(rank),
         )
-
-
-def _own_stdin() -> int | None:
-    """Duplicate standard input; None if it is closed, or a terminal with another program in the foreground."""
-    with suppress(OSError):  # it is not a terminal, or not the one that controls this process
-        if os.tcgetpgrp(0) != os.getpgrp():
-            return None
-    try:
-        return os.dup(0)
-    except OSError:
-        return None

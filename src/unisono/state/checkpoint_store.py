@@ -46,6 +46,7 @@ from unisono.state.open_checkpoint import OpenCheckpoint
 from unisono.state.part_plan import PartPlan
 from unisono.state.part_writing import FileRange, PartsError, PartWriter, await_parts
 from unisono.state.regions import FileEntry
+from unisono.state.retention import with_other_bases
 from unisono.state.safetensors_format import FilePart, plan_file
 from unisono.state.temporary_paths import remove_leftovers, temporary_path
 
@@ -359,8 +360,8 @@ class CheckpointStore:
         best = read_best(self.folder)
         doomed = [info for info in infos[keep:] if info.path != good.path and (best is None or info.step != best.step)]
         if keep > 1:
-            spared = _with_other_bases(infos[:keep], doomed)
-            doomed = [info for info in doomed if info is not spared]
+            spared = with_other_bases([info.path for info in infos[:keep]], [info.path for info in doomed])
+            doomed = [info for info in doomed if info.path != spared]
         what = f"old checkpoints in {self.folder} cannot be deleted (keep={keep}, found {len(infos)})"
         with failing_with_remedy(self.folder, what, note="The newest ones are untouched. "):
             moved = []
@@ -376,21 +377,6 @@ class CheckpointStore:
     def clean(self) -> builtins.list[Path]:
         """Remove the leftovers of writers that died; see `remove_leftovers`. Call it before the first write."""
         return remove_leftovers(self.folder)
-
-
-def _with_other_bases(kept: Sequence[CheckpointInfo], others: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """Return the first of others that shares no base with all kept ones; None if these do not share one."""
-    if not any(any(info.path.glob(f"*{base_name('')}{SUFFIX}")) for info in kept):
-        return None
-    shared = frozenset.intersection(*map(_files_of, kept))
-    return next((info for info in others if not shared & _files_of(info)), None) if shared else None
-
-
-def _files_of(info: CheckpointInfo) -> frozenset[int]:
-    """Return the inodes of the files of a checkpoint."""
-    with suppress(FileNotFoundError):
-        return frozenset(file.stat().st_ino for file in info.path.iterdir())
-    return frozenset()
 
 
 def _is_good(store: CheckpointStore, info: CheckpointInfo) -> bool:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.launch.failure.root_cause import RankFailure
 from unisono.launch.hosts.host_joining import HostJoining
 from unisono.launch.hosts.host_scaling import HostScaling
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.hosts.rank_places import place_ranks
 from unisono.launch.hosts.rank_states import (
     changed_places,
+    death_with_host,
     decode_death,
     decode_members,
     encode_death,
@@ -33,7 +33,6 @@ from unisono.watch.figures import plural
 
 __all__ = ["HostReplacing"]
 
-_KILLED = -9
 _CALM_S = 30.0
 _POLL_S = 0.02
 _LEAVE_S = 30.0
@@ -88,7 +87,7 @@ class HostReplacing(Replacing):
             for host in self._hosts.newcomers:
                 reason = "its ranks stay where they are (--recover off)"
                 self._hosts.say({"do": "turn away", "host": host, "reason": reason})
-        elif self._hosts.leads and (self._term != self._hosts.term or self._lost_hosts()):
+        elif self._hosts.leads and (self._term != self._hosts.term or self._hosts.lost_with_ranks):
             self._must_decide = self._must_decide or self._term != self._hosts.term
             self._ask()
         if self._enabled:
@@ -213,10 +212,6 @@ class HostReplacing(Replacing):
             }
         )
 
-    def _lost_hosts(self) -> list[int]:
-        placement = self._hosts.placement
-        return [host for host in sorted(placement) if placement[host] and host not in self._hosts.members]
-
     def _decide_if_known(self) -> None:
         """Decide who the ranks are, once all agents have answered. On the leader."""
         hosts, answers = self._hosts, self._answers
@@ -225,8 +220,8 @@ class HostReplacing(Replacing):
         self._is_asking = False
         step = max(answer["step"] for answer in answers.values())
         deaths = [decode_death(death) for host in hosts.hosts for death in answers[host]["deaths"]]
-        died, lost = list(deaths), self._lost_hosts()
-        deaths += [_death_with_host(rank, step) for host in lost for rank in hosts.placement[host]]
+        died, lost = list(deaths), hosts.lost_with_ranks
+        deaths += [death_with_host(rank, step) for host in lost for rank in hosts.placement[host]]
         members = [member for host in hosts.hosts for member in decode_members(answers[host]["members"])]
         newcomer, came, is_scaled = None, [], False
         if not deaths and not self._must_decide:
@@ -281,7 +276,7 @@ class HostReplacing(Replacing):
         )
 
     def _end_for_lost(self, reason: str = "") -> None:
-        for host in self._lost_hosts()[:1]:
+        for host in self._hosts.lost_with_ranks[:1]:
             what = self._hosts.lost.get(host, "is lost")
             what = f"{what}; {reason}" if reason else what
             self._is_over = True
@@ -400,8 +395,3 @@ class HostReplacing(Replacing):
         joined_ns = [self._generation.pages[rank].joined_ns for rank in self._generation.ranks]
         self._generation.observer.disregard_past(0.0, until_ns=min(joined_ns, default=None))
         self._relay.say(f"{entry['what']}, {entry['seconds']:.2f} s")
-
-
-def _death_with_host(rank: int, step: int) -> Death:
-    failure = RankFailure(rank=rank, code=_KILLED, time_ns=time.monotonic_ns(), reported=False)
-    return Death(failure=failure, step=step)

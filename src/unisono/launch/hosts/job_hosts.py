@@ -214,6 +214,11 @@ class JobHosts:
         """The members that have none yet: they are about to join."""
         return [host for host in self.members if host not in self.placement]
 
+    @property
+    def lost_with_ranks(self) -> list[int]:
+        """Those that are no members any more, and whose ranks are not on other hosts yet."""
+        return [host for host in sorted(self.placement) if self.placement[host] and host not in self.members]
+
     def name(self, host: int) -> str:
         """Return a host in words, with its name."""
         return f"host {host}, {self._names[str(host)]}" if str(host) in self._names else f"host {host}"

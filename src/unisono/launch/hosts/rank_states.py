@@ -15,7 +15,17 @@ from unisono.launch.recovery_page import Note
 from unisono.launch.replacement_policy import Death, Member
 from unisono.text import format_ranks, parse_ranks
 
-__all__ = ["changed_places", "decode_death", "decode_members", "encode_death", "encode_members", "new_places"]
+__all__ = [
+    "changed_places",
+    "death_with_host",
+    "decode_death",
+    "decode_members",
+    "encode_death",
+    "encode_members",
+    "new_places",
+]
+
+_KILLED = -9
 
 
 def encode_members(members: Iterable[Member]) -> dict[str, Any]:
@@ -93,3 +103,9 @@ def decode_death(told: Mapping[str, Any]) -> Death:
     failure = RankFailure(**told["failure"], time_ns=time.monotonic_ns())
     note = None if told["note"] is None else Note(*told["note"])
     return Death(**{**told, "failure": failure, "note": note})
+
+
+def death_with_host(rank: int, step: int) -> Death:
+    """Return the death of a rank that is lost with its host, in a step."""
+    failure = RankFailure(rank=rank, code=_KILLED, time_ns=time.monotonic_ns(), reported=False)
+    return Death(failure=failure, step=step)
