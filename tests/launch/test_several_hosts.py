@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,8 +238,12 @@ def test_a_host_behind_a_broken_link_is_named_and_both_sides_end(hosts):
     assert "host 0, host0 (10.97.0.1), has not answered for 3 s" in second.stderr
 
 
-def test_an_interrupt_on_one_host_ends_all(hosts):
+def test_stacks_shows_the_ranks_of_all_hosts_and_an_interrupt_on_one_ends_all(hosts):
     jobs = start_work(hosts)
+    shown = finish(hosts.start(1, "stacks"))
+    assert shown.returncode == 0, shown.stderr
+    assert re.match(r"ranks? 0(-1)?: ", shown.stdout) and "script.py:" in shown.stdout
+    assert shown.stdout.endswith("\nRank 0 on host 0, host0 (10.97.0.1); rank 1 on host 1, host1 (10.97.0.2).\n")
     os.kill(jobs[1].pid, signal.SIGINT)
     first, second = map(finish, jobs)
     assert (first.returncode, second.returncode) == (130, 130)

@@ -24,6 +24,8 @@ _Row = tuple[str, ...]
 
 _PATIENCE_S = 1.0
 _LONG_PATIENCE_S = 10.0
+_PAUSE_S = 0.05
+"""Between two questions whether other hosts have answered."""
 _COLUMNS = ("JOB", "NAME", "RANKS", "SINCE", "STEP", "LOSS", "ARGUMENTS", "DIRECTORY")
 _ARGUMENTS, _DIRECTORY = 6, 7
 _SHOWN_IDS = 3
@@ -118,13 +120,16 @@ def _without_shared_arguments(rows: Sequence[_Row]) -> list[_Row]:
 @click.command(short_help="Show where all ranks of a running job are.")
 @click.argument("job", required=False)
 def stacks(job: str | None) -> int:
-    """Show where all ranks of a running job are: Python stacks and collectives.
+    """Show where all ranks of a running job are, on all of its hosts: Python stacks and collectives.
 
     JOB is its number or name from `unisono ps`; it may be left out if only one job is running. The job continues
     undisturbed, and no privileges are needed.
     """
     found = find_job(job)
-    answer = ask(found["pid"], {"ask": "stacks"})
+    question = {"ask": "stacks"}
+    while (answer := ask(found["pid"], question)) is not None and "question" in answer:
+        question["question"] = answer["question"]  # other hosts are being asked
+        time.sleep(_PAUSE_S)
     if answer is None:
         raise LaunchError(f"job {found['pid']} ({found['name']}) has just ended")
     click.echo(answer["text"])

@@ -310,10 +310,15 @@ class _Agent:
         if kind == "scaling":
             return changes.resizing.status if changes is not None else None
         if kind == "stacks":
-            return describe_stacks(generation, full=bool(question.get("full")))
+            return self._answer_stacks(str(question.get("question", "")), full=bool(question.get("full")))
         if kind == "ranks":
             return {"ranks": generation.describe_ranks() if generation is not None else []}
         return None
+
+    def _answer_stacks(self, question: str, *, full: bool) -> dict[str, Any]:
+        if self._hosts is not None and self._hosts.stacks.reaches_all:
+            return self._hosts.stacks.reply(question, full=full)
+        return describe_stacks(self._attempts.generation, full=full)
 
     def _conclude(self) -> int:
         """Report how the job ended, if that is not reported yet, and return the exit code."""

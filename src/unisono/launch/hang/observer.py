@@ -65,13 +65,12 @@ class Observer:
         self._command = f"unisono stacks {job}".rstrip()
         self._folder = folder
         self._judges = judges
-        all_ranks = "shows where all ranks are" if judges else "shows where the ranks of a host are"
         self.judge = HangJudge(
             hang_report_s=hang_report_s,
             hang_abort_s=hang_abort_s,
             stuck_s=stuck_s,
             folder=folder,
-            stacks=f"`{self._command}` {all_ranks}",
+            stacks=f"`{self._command}` shows where all ranks are",
             has_flags=has_flags,
         )
         self._ranks: dict[int, ObservedRank] = {}

@@ -19,13 +19,10 @@ from unisono.launch.hang.situation import Situation
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.hosts.rank_situations import decode_situation, encode_situation
 from unisono.launch.output.relay import Relay
-from unisono.text import name_ranks
-from unisono.watch.figures import plural
 
 __all__ = ["HostHangs"]
 
 _MOST_STACKS = 16
-_MOST_HOSTS = 4
 _LOOK_S = 0.25
 """How often to look whether ranks wait."""
 _ROUND_S = 20.0
@@ -128,7 +125,7 @@ class HostHangs:
             return
         now_s = time.monotonic()
         if self._has_stacks:
-            if text := self._judge.explain(situations, now_s, places=self._places):
+            if text := self._judge.explain(situations, now_s, places=self._hosts.name_places):
                 self._hosts.say({"do": "hang report", "text": text})
             return
         decision = self._judge.look(situations, now_s)
@@ -138,13 +135,3 @@ class HostHangs:
             self._hosts.say({"do": "hang kill", "ranks": list(decision.kill), "seconds": self._judge.stuck_s})
         elif decision.show:
             self._ask(decision.show[:_MOST_STACKS])
-
-    def _places(self, ranks: Sequence[int]) -> str:
-        """Return on which hosts these ranks are, as a sentence."""
-        by_host = {host: [r for r in ranks if r in own] for host, own in sorted(self._hosts.placement.items())}
-        found = [(host, own) for host, own in by_host.items() if own]
-        parts = [f"{name_ranks(own)} on {self._hosts.name(host)}" for host, own in found[:_MOST_HOSTS]]
-        if len(found) > _MOST_HOSTS:
-            parts.append(f"the others on {plural(len(found) - _MOST_HOSTS, 'more host')}")
-        text = "; ".join(parts)
-        return f"{text[:1].upper()}{text[1:]}."

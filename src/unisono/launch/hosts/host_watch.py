@@ -20,6 +20,7 @@ from unisono.launch.hosts.host_hangs import HostHangs
 from unisono.launch.hosts.host_replacing import HostReplacing
 from unisono.launch.hosts.host_restarting import HostRestarting
 from unisono.launch.hosts.host_settings import HostPlace
+from unisono.launch.hosts.host_stacks import HostStacks
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.job_shutdown import JobShutdown
 from unisono.launch.output.relay import Relay
@@ -76,6 +77,8 @@ class HostWatch:
         )
         """The restarts of the job."""
         hosts.restart_without = self._restart_without
+        self.stacks = HostStacks(hosts, generation)
+        """What `unisono stacks` shows."""
         self._hangs: HostHangs | None = None
         self._heard: list[tuple[int, dict[str, Any]]] = []
         self._is_placed = False
@@ -145,6 +148,8 @@ class HostWatch:
         """Act on what an agent has told."""
         if self._is_about_this_host(entry):
             self._on_invitation(entry)
+        elif entry["do"] in HostStacks.MESSAGES:
+            self.stacks.on_said(host, entry)
         elif entry["do"] in HostRestarting.MESSAGES and not self._hosts.joins:
             self.restarting.on_said(host, entry)
         elif entry["do"] in HostRestarting.MESSAGES and self._is_placed:

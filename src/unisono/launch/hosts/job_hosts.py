@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -16,8 +16,13 @@ from typing import Any
 from unisono.launch.channel import Channel, Message
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.host_settings import HostPlace, HostSettings
+from unisono.text import name_ranks
+from unisono.watch.figures import plural
 
 __all__ = ["HostReport", "JobHosts"]
+
+_MOST_HOSTS = 4
+"""The hosts that a sentence names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +227,16 @@ class JobHosts:
     def name(self, host: int) -> str:
         """Return a host in words, with its name."""
         return f"host {host}, {self._names[str(host)]}" if str(host) in self._names else f"host {host}"
+
+    def name_places(self, ranks: Collection[int]) -> str:
+        """Return on which hosts these ranks are, as a sentence."""
+        by_host = {host: [r for r in ranks if r in own] for host, own in sorted(self.placement.items())}
+        found = [(host, own) for host, own in by_host.items() if own]
+        parts = [f"{name_ranks(own)} on {self.name(host)}" for host, own in found[:_MOST_HOSTS]]
+        if len(found) > _MOST_HOSTS:
+            parts.append(f"the others on {plural(len(found) - _MOST_HOSTS, 'more host')}")
+        text = "; ".join(parts)
+        return f"{text[:1].upper()}{text[1:]}."
 
     def say(self, entry: Mapping[str, Any]) -> None:
         """Tell the agents of all hosts something, this one too: all hear everything in the same order."""
