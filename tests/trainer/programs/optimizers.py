@@ -40,12 +40,12 @@ def loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def train(optimizer, model=None, *, steps=7, schedule=None, **options):
+def train(optimizer, model=None, *, steps=4, schedule=None, **options):
     model = model or Net()
     optimizer = optimizer(model.parameters())
     scheduler = schedule and schedule(optimizer)
     trainer = unisono.Trainer(
-        model, optimizer, scheduler=scheduler, virtual_ranks=6, engine=ENGINE, progress=False, **options
+        model, optimizer, scheduler=scheduler, virtual_ranks=4, engine=ENGINE, progress=False, **options
     )
     for _ in trainer.epochs(9, max_steps=steps):
         for batch in trainer.batches(data(), batch_size=20):
@@ -109,10 +109,10 @@ def added():
     """A parameter group is added in mid-run."""
     model = Net()
     optimizer = optim.AdamW(model.wide.parameters(), lr=0.01)
-    trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
-    for _ in trainer.epochs(9, max_steps=7):
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, engine=ENGINE, progress=False)
+    for _ in trainer.epochs(9, max_steps=4):
         for batch in trainer.batches(data(), batch_size=20):
-            if trainer.steps_done == 3:
+            if trainer.steps_done == 2:
                 optimizer.add_param_group({"params": [*model.narrow.parameters(), model.scale], "lr": 0.1})
             trainer.step(loss, batch)
     return trainer.digest()
@@ -122,11 +122,11 @@ def loaded(make):
     """Weights and optimizer state are loaded between steps, and hooks see each step once."""
     model = Net()
     optimizer = make(model.parameters(), lr=0.01)
-    trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, engine=ENGINE, progress=False)
     norms, kept = [], None
     optimizer.register_step_pre_hook(lambda *_: norms.append(float(model.wide.weight.grad.norm())))
     optimizer.register_step_post_hook(lambda *_: norms.append(float(model.wide.weight.detach().norm())))
-    for _ in trainer.epochs(9, max_steps=8):
+    for _ in trainer.epochs(9, max_steps=5):
         for batch in trainer.batches(data(), batch_size=20):
             trainer.step(loss, batch)
             if trainer.steps_done == 2:
@@ -134,24 +134,24 @@ def loaded(make):
                 state = optimizer.state_dict()
                 state["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in state["state"].items()}
                 kept = clone, state
-            if trainer.steps_done == 5:
+            if trainer.steps_done == 3:
                 model.load_state_dict(kept[0])
                 optimizer.load_state_dict(kept[1])
-    assert len(norms) == 16
+    assert len(norms) == 10
     return f"{trainer.digest()[:32]}{abs(hash(tuple(norms))):032x}"[:64]
 
 
 def forgotten():
-    """The optimizer loses its state in mid-run, of one parameter and then of all."""
+    """The optimizer loses its state in mid-run, of one parameter or of all, also right after a step that made some."""
     model = Net()
     optimizer = optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
-    for _ in trainer.epochs(9, max_steps=7):
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, engine=ENGINE, progress=False)
+    for _ in trainer.epochs(9, max_steps=6):
         for batch in trainer.batches(data(), batch_size=20):
             trainer.step(loss, batch)
-            if trainer.steps_done == 2:
+            if trainer.steps_done == 3:
                 del optimizer.state[model.wide.weight]
-            if trainer.steps_done == 4:
+            if trainer.steps_done in (1, 4):
                 optimizer.state.clear()
     return trainer.digest()
 
@@ -169,7 +169,6 @@ VARIANTS = {
             (optim.Adam, {"fused": True, "amsgrad": True, "maximize": True}),
             (optim.AdamW, {"foreach": True}),
             (optim.NAdam, {}),
-            (optim.RAdam, {}),
             (optim.Adamax, {}),
             (optim.Adagrad, {}),
             (optim.Adagrad, {"fused": True}),
@@ -182,6 +181,7 @@ VARIANTS = {
             (MySGD, {"momentum": 0.9}),
         ]
     },
+    "RAdam": lambda: train(partial(optim.RAdam, lr=0.01), steps=7),  # the sixth step is the first that it rectifies
     "Muon": lambda: train(partial(optim.Muon, lr=0.01), Matrices()),
     "groups": lambda: train(grouped),
     "groups, schedule": lambda: train(

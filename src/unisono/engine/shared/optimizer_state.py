@@ -83,8 +83,8 @@ class SharedState:
         self._settled = [0] * len(sharded.pieces)
         """The number of entries in the state of each piece that all ranks see."""
         self._published: list[dict[str, Any]] = [{} for _ in parameters]
-        self._seen: list[Any] = []
-        """All values in the user's optimizer when it last had no new ones, for a quick check."""
+        self._seen: list[Any] | None = None
+        """All values in the user's optimizer when it last had no new ones, for a quick check; None after a change."""
         self._former: dict[int, dict[str, Any] | None] = {}
         """The state of parameters in the user's optimizer from before `settle`, until `keep`."""
         self._adopted: set[int] = set()
@@ -96,7 +96,8 @@ class SharedState:
         Local: the state is the same on all ranks.
         """
         present = [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
-        if len(present) == len(self._seen) and all(map(is_, present, self._seen)):
+        seen = self._seen
+        if seen is not None and len(present) == len(seen) and all(map(is_, present, seen)):
             return False
         changed = set()
         for i, (p, published) in enumerate(zip(self._parameters, self._published, strict=True)):
@@ -106,7 +107,7 @@ class SharedState:
                     changed.add(i)
             elif len(state) != len(published) or not all(map(is_, state.values(), published.values())):
                 changed.add(i)
-        self._seen = [] if changed else present
+        self._seen = None if changed else present
         if not changed:
             return False
         self._adopted |= changed
@@ -158,6 +159,8 @@ class SharedState:
                 self._sharded.state[place] = {k: entry.value for k, entry in self._entries[piece.parameter].items()}
             else:
                 self._move_in(piece.parameter, place, piece.start, piece.stop)
+        if everyone:
+            self._seen = None
         for index in everyone:
             published = {key: entry.value for key, entry in self._entries[index].items()}
             self._former[index] = optimizer.state.get(self._parameters[index])
