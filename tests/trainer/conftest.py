@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def digits_on_one_rank(fork_python: Callable[..., list[str]]) -> list[str]:
-    return fork_python(ROOT / "examples" / "digits.py", "--epochs", 1)
+    return fork_python(ROOT / "examples" / "digits.py", "--steps", 4)
 
 
 @pytest.fixture(scope="session")

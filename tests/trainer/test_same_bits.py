@@ -12,6 +12,11 @@ VARIANTS = Path(__file__).parent / "programs" / "variants.py"
 OPTIMIZERS = VARIANTS.with_name("optimizers.py")
 
 
+# What is no business of engines, or only of how they update parameters, which one of them does in shares.
+SAMPLES = ["unshuffled", "augmented", "augmented, 1 worker", "augmented, 3 workers", "stream", "stream, worker"]
+UPDATES = ["scheduler", "sgd", "sgd fused", "ema", "evaluated"]
+
+
 def slow(*values: object) -> object:
     """Leave a case to the long suite."""
     return pytest.param(*values, marks=pytest.mark.soak)
@@ -19,7 +24,7 @@ def slow(*values: object) -> object:
 
 @pytest.mark.parametrize("n", [1, slow(2), 3, slow(4), 8])
 def test_digits_have_one_digest_on_any_number_of_ranks(fork_ranks, digits_on_one_rank, n):
-    job = fork_ranks(n, EXAMPLES / "digits.py", "--epochs", 1)
+    job = fork_ranks(n, EXAMPLES / "digits.py", "--steps", 4)
     assert job.lines()[-2:] == digits_on_one_rank[-2:]
 
 
@@ -33,7 +38,7 @@ def test_language_model_has_one_digest_on_any_number_of_ranks(fork_ranks, langua
     ("n", "engine", "without"),
     [
         (3, "shared", ["compiled"]),  # takes as long as all others together
-        (2, "collective", ["augmented, 1 worker", "augmented, 3 workers", "stream, worker"]),  # no business of engines
+        (2, "collective", [*SAMPLES, *UPDATES]),
         *(slow(n, "shared", []) for n in (2, 3, 5)),
         *(slow(n, "collective", []) for n in (2, 3)),
     ],
