@@ -49,12 +49,19 @@ def test_what_is_refused_is_refused_with_a_reason_and_the_rest_is_trained(on_one
 
 
 @pytest.mark.parametrize(
-    ("n", "engine"), [(3, "auto"), (2, "collective"), pytest.param(2, "auto", marks=pytest.mark.soak)]
+    ("n", "args"),
+    [
+        (3, ["auto", "resumed"]),
+        (2, ["collective"]),
+        pytest.param(2, ["collective", "resumed"], marks=pytest.mark.soak),
+        pytest.param(2, ["auto", "resumed"], marks=pytest.mark.soak),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_any_number_of_ranks_and_any_engine_do_the_same(fork_ranks, tmp_path, on_one_rank, n, engine):
+def test_any_number_of_ranks_and_any_engine_do_the_same(fork_ranks, tmp_path, on_one_rank, n, args):
     runs = tmp_path / "runs"
     runs.mkdir()
-    job = fork_ranks(n, ODD, runs, engine)
+    job = fork_ranks(n, ODD, runs, *args)
     for rank in range(n):
         assert came(job.lines(rank)) == on_one_rank
 

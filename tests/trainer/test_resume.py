@@ -19,24 +19,25 @@ PROGRAM = Path(__file__).parent / "programs" / "resumable.py"
 @pytest.fixture(scope="module")
 def expected(fork_python, tmp_path_factory) -> list[str]:
     """The last two lines of a run that nobody stopped, for 4 virtual ranks."""
-    return fork_python(PROGRAM, tmp_path_factory.mktemp("calm"), "--virtual-ranks", 4)[-2:]
+    return fork_python(PROGRAM, tmp_path_factory.mktemp("calm"), "--virtual-ranks", 4, "--every", 5)[-2:]
 
 
 def finish(fork_ranks, directory: Path, n: int, *args: object) -> list[str]:
-    return fork_ranks(n, PROGRAM, directory, "--virtual-ranks", 4, *args).lines()[-2:]
+    return fork_ranks(n, PROGRAM, directory, "--virtual-ranks", 4, "--every", 5, *args).lines()[-2:]
 
 
 @pytest.mark.parametrize(
     ("die_at", "phase", "before", "after"),
     [
-        (1, "loss", 2, 3),
+        (4, "loss", 2, 3),
         (10, "save", 4, 2),
         (14, "after", 2, 1),
         *(pytest.param(*each, marks=pytest.mark.soak) for each in [(3, "after", 3, 1), (7, "loss", 1, 4)]),
     ],
 )
 def test_killed_run_goes_on_to_the_same_bits(fork_ranks, tmp_path, expected, die_at, phase, before, after):
-    hurt = fork_ranks(before, PROGRAM, tmp_path, "--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, code=137)
+    args = ["--virtual-ranks", 4, "--every", 3, "--die-at", die_at, "--phase", phase]
+    hurt = fork_ranks(before, PROGRAM, tmp_path, *args, code=137)
     assert "weights sha256" not in hurt.out
     assert finish(fork_ranks, tmp_path, after) == expected
     assert_each_sample_once(tmp_path / "dealt.txt")

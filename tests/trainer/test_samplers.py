@@ -26,8 +26,8 @@ DATA = TensorDataset(torch.arange(20.0).view(20, 1))
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(fork_python, tmp_path_factory) -> list[str]:
-    found = fork_python(PROGRAM, tmp_path_factory.mktemp("alone"), "auto", 0)
+def on_one_rank(fork_python) -> list[str]:
+    found = fork_python(PROGRAM, "none", "auto", 0)
     assert len(found) == 9
     return found
 
@@ -36,15 +36,21 @@ def on_one_rank(fork_python, tmp_path_factory) -> list[str]:
     ("n", "engine"),
     [(3, "collective"), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(2, "shared"), (4, "auto")])],
 )
-def test_the_number_of_ranks_changes_no_bit(fork_ranks, tmp_path, on_one_rank, n, engine):
-    assert fork_ranks(n, PROGRAM, tmp_path, engine, 0).lines() == on_one_rank
+def test_the_number_of_ranks_changes_no_bit(fork_ranks, on_one_rank, n, engine):
+    assert fork_ranks(n, PROGRAM, "none", engine, 0).lines() == on_one_rank
 
 
-def test_a_resume_in_mid_epoch_goes_on_in_the_same_order(fork_ranks, fork_python, tmp_path, on_one_rank):
-    fork_ranks(2, PROGRAM, tmp_path, "auto", 1)
-    fork_ranks(3, PROGRAM, tmp_path, "auto", 3)
-    fork_python(PROGRAM, tmp_path, "auto", 6)
-    assert fork_ranks(2, PROGRAM, tmp_path, "collective", 0).lines() == on_one_rank
+@pytest.mark.parametrize(
+    "names",
+    [["generator", "random", "lazy", "lengths"], pytest.param([], marks=pytest.mark.soak)],
+    ids=["some", "all"],
+)
+def test_a_resume_in_mid_epoch_goes_on_in_the_same_order(fork_ranks, fork_python, tmp_path, on_one_rank, names):
+    """Of orders that the epoch, a generator of their own or that of the loop decides, and with data workers."""
+    fork_ranks(3, PROGRAM, tmp_path, "auto", 3, *names)
+    fork_python(PROGRAM, tmp_path, "auto", 6, *names)
+    expected = [line for line in on_one_rank if not names or line.partition(" = ")[0] in names]
+    assert fork_ranks(2, PROGRAM, tmp_path, "collective", 0, *names).lines() == expected
 
 
 def make_trainer(**options):

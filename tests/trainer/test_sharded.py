@@ -28,11 +28,11 @@ def on_one_rank(fork_python, tmp_path_factory) -> list[str]:
 
 def test_an_epoch_ends_where_a_shard_has_nothing_left_for_a_batch(on_one_rank):
     sizes = dict(re.findall(r"^(\w+) sizes (.*)$", "\n".join(on_one_rank), re.MULTILINE))
-    assert sizes["even"] == str([16] * 6 * 2)
-    # Shares are of 3, 3, 2 and 2 samples: shards 0 and 1 have one left after 8 steps, and shards 2 and 3 nine.
-    assert sizes["tail"] == str(([10] * 8 + [6]) * 2)
-    assert sizes["uneven"] == str([8] * 11 * 2)
-    assert sizes["dropped"] == str([12] * 7 * 2)
+    assert sizes["even"] == str([16] * 4 * 2)
+    # Shares are of 3, 3, 2 and 2 samples: shards 0 and 1 have one left after 4 steps, and shards 2 and 3 five.
+    assert sizes["tail"] == str(([10] * 4 + [6]) * 2)
+    assert sizes["uneven"] == str([8] * 6 * 2)
+    assert sizes["dropped"] == str([12] * 4 * 2)
     assert on_one_rank[-1] == "opened [0, 1, 2, 3]"
 
 
@@ -50,8 +50,8 @@ def test_a_rank_opens_its_own_shards_alone_and_the_number_of_ranks_changes_no_bi
 
 
 def test_a_resume_in_mid_epoch_goes_on_in_the_shards(fork_ranks, fork_python, tmp_path, on_one_rank):
-    fork_ranks(3, PROGRAM, tmp_path, "auto", 3)
-    fork_python(PROGRAM, tmp_path, "auto", 8)
+    fork_ranks(3, PROGRAM, tmp_path, "auto", 2)
+    fork_python(PROGRAM, tmp_path, "auto", 7)
     assert digests(fork_ranks(2, PROGRAM, tmp_path, "auto", 0).lines()) == digests(on_one_rank)
 
 

@@ -16,6 +16,8 @@ from unisono.errors import LossError
 
 STEPS = Path(__file__).parent / "programs" / "steps.py"
 NOT_SHARED = ("LBFGS", "SAM")
+PLAIN = ["values", "encoded", "changed gradients", "SparseAdam and AdamW", "Muon and AdamW", "encoded in low precision"]
+"""Forms that others have in them, with micro-batches, clipped, computed again, in turn or in fp16."""
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +34,21 @@ def test_steps_of_all_forms_have_one_digest(fork_ranks, steps_on_one_rank, n, en
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("without", "parts"),
     [
-        [(2, "collective", 2), (3, "shared", 0)],
-        pytest.param([(3, "shared", 2), (2, "collective", 5), (1, "auto", 0)], marks=pytest.mark.soak),
+        (PLAIN, [(2, "collective", 2), (3, "shared", 0)]),
+        pytest.param([], [(3, "shared", 2), (2, "collective", 5), (1, "auto", 0)], marks=pytest.mark.soak),
     ],
     ids=["once", "twice"],
 )
 def test_steps_of_all_forms_have_one_digest_with_other_ranks_and_another_engine_from_mid_epoch(
-    fork_ranks, tmp_path, steps_on_one_rank, parts
+    fork_ranks, tmp_path, steps_on_one_rank, without, parts
 ):
     """Stopped in each epoch, and in fp16 while the scale falls."""
+    expected = {name: sha for name, sha in steps_on_one_rank.items() if name not in without}
     for n, engine, steps in parts:
-        job = fork_ranks(n, STEPS, engine, tmp_path, steps)
-    assert digests(job.lines(), least=19) == steps_on_one_rank
+        job = fork_ranks(n, STEPS, engine, tmp_path, steps, *expected)
+    assert digests(job.lines(), least=13) == expected
 
 
 def test_to_encode_again_changes_no_bit(steps_on_one_rank):

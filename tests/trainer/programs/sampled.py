@@ -1,4 +1,4 @@
-"""Train in the orders of samplers and print digests: `sampled.py DIRECTORY ENGINE STEPS [NAME ...]`."""
+"""Train in the orders of samplers and print digests: `sampled.py DIRECTORY|none ENGINE STEPS [NAME ...]`."""
 
 import random
 import sys
@@ -17,7 +17,8 @@ from torch.utils.data import (
 
 import unisono
 
-FOLDER, ENGINE, STEPS = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+FOLDER = None if sys.argv[1] == "none" else Path(sys.argv[1])
+ENGINE, STEPS = sys.argv[2], int(sys.argv[3])
 N = 50
 
 
@@ -81,9 +82,8 @@ if __name__ == "__main__":
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        trainer = unisono.Trainer(
-            model, optimizer, virtual_ranks=4, directory=FOLDER / name, engine=ENGINE, progress=False
-        )
+        directory = FOLDER and FOLDER / name
+        trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, directory=directory, engine=ENGINE, progress=False)
         dataset, options = Noisy(), SAMPLERS[name]()
         for _ in trainer.epochs(2, max_steps=STEPS or None):
             batches = trainer.batches(dataset, **options)

@@ -39,11 +39,11 @@ class Stream(IterableDataset):
 
 
 CASES = {
-    "even": (Stream([24, 24, 24, 24]), {"batch_size": 16}),
-    "tail": (Stream([25, 25, 25, 25]), {"batch_size": 10, "micro_batch_size": 2}),
-    "uneven": (Stream([40, 22, 97, 31]), {"batch_size": 8}),
-    "dropped": (Stream([40, 23, 97, 31]), {"batch_size": 12, "drop_last": True}),
-    "worker": (Stream([20, 22, 18, 31]), {"batch_size": 8, "workers": 1}),
+    "even": (Stream([16, 16, 16, 16]), {"batch_size": 16}),
+    "tail": (Stream([13, 13, 13, 13]), {"batch_size": 10, "micro_batch_size": 2}),
+    "uneven": (Stream([20, 12, 49, 16]), {"batch_size": 8}),
+    "dropped": (Stream([20, 14, 49, 16]), {"batch_size": 12, "drop_last": True}),
+    "worker": (Stream([10, 12, 9, 16]), {"batch_size": 8, "workers": 1}),
 }
 
 

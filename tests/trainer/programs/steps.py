@@ -1,7 +1,7 @@
 """Take steps of all forms and print a digest of each: one line `name = sha` each.
 
-`steps.py ENGINE [FOLDER STEPS]`: with a folder, the runs are kept there, go on from there, and end after so many steps
-unless that is 0.
+`steps.py ENGINE [FOLDER STEPS [NAME ...]]`: with a folder, the runs are kept there, go on from there, and end after so
+many steps unless that is 0.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ import unisono
 
 ENGINE, *KEPT = sys.argv[1:]
 FOLDER, LAST = (Path(KEPT[0]), int(KEPT[1]) or None) if KEPT else (None, None)
+NAMES = KEPT[2:]
 N = 45
 
 
@@ -200,4 +201,5 @@ WITHOUT_SHARING = {
     "SAM": partial(run, make=lambda m: SAM(m.parameters(), lr=0.1), closure=True, options=CLIP + ALONE),
 }
 for name, steps in {**STEPS, **({} if ENGINE == "shared" and FOLDER is None else WITHOUT_SHARING)}.items():
-    unisono.print0(f"{name} = {steps(name)}")
+    if not NAMES or name in NAMES:
+        unisono.print0(f"{name} = {steps(name)}")
