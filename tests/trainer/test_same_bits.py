@@ -12,9 +12,10 @@ VARIANTS = Path(__file__).parent / "programs" / "variants.py"
 OPTIMIZERS = VARIANTS.with_name("optimizers.py")
 
 
-# What is no business of engines, or only of how they update parameters, which one of them does in shares.
-SAMPLES = ["unshuffled", "augmented", "augmented, 1 worker", "augmented, 3 workers", "stream", "stream, worker"]
-UPDATES = ["scheduler", "sgd", "sgd fused", "ema", "evaluated"]
+# What another variant or the test of optimizers has as well.
+ALIKE = ["unshuffled", "scheduler", "sgd", "sgd fused", "checkpointed", "augmented", "augmented, 1 worker", "stream"]
+# What is no business of messages.
+ELSEWHERE = ["augmented, 3 workers", "stream, worker", "ema", "evaluated"]
 
 
 def slow(*values: object) -> object:
@@ -37,8 +38,8 @@ def test_language_model_has_one_digest_on_any_number_of_ranks(fork_ranks, langua
 @pytest.mark.parametrize(
     ("n", "engine", "without"),
     [
-        (3, "shared", ["compiled"]),  # takes as long as all others together
-        (2, "collective", [*SAMPLES, *UPDATES]),
+        (3, "shared", [*ALIKE, "compiled"]),  # which takes as long as all others together
+        (2, "collective", [*ALIKE, *ELSEWHERE]),
         *(slow(n, "shared", []) for n in (2, 3, 5)),
         *(slow(n, "collective", []) for n in (2, 3)),
     ],
