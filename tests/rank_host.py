@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import random
+import re
 import runpy
 import signal
 import sys
@@ -69,7 +70,7 @@ def _serve() -> dict | None:
 
 def _import_for(script: Path) -> None:
     """Import what ranks of the script would, as far as it takes long, for them and for those of later jobs."""
-    source = script.read_text() if script.exists() else ""
+    source = _source(script) if script.exists() else ""
     wanted = [name for word, name in _IMPORTED_BY.items() if word in source]
     if missing := [name for name in wanted if name not in sys.modules]:
         gc.disable()
@@ -81,6 +82,13 @@ def _import_for(script: Path) -> None:
         gc.collect()
         gc.freeze()
         use_huge_pages()
+
+
+def _source(script: Path) -> str:
+    """Return the text of a script with that of the modules beside it from which it imports."""
+    text = script.read_text()
+    beside = [script.with_name(f"{name}.py") for name in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
+    return "\n".join([text, *(path.read_text() for path in beside if path.exists())])
 
 
 def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> tuple[list[int | None], int | None]:

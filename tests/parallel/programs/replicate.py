@@ -19,7 +19,6 @@ from replicate_gradients import (
 )
 from replicate_uses import (
     buffers,
-    compiled,
     frozen_and_changed,
     groups,
     hooks,
@@ -29,6 +28,7 @@ from replicate_uses import (
 )
 from replicate_weights import (
     borrowed_samples_count_as_nothing,
+    compiled,
     loaders_that_do_not_fit,
     weighted_by_the_loader,
     weights_and_the_life_of_a_model,

@@ -27,7 +27,7 @@ def like_one_process() -> None:
         assert not any("module." in name for name in model.state_dict())
         reference = copy.deepcopy(model)
         optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, reference)]
-        for step in range(4):
+        for step in range(3):
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
             model(drawn(step, RANK, 3, 6)).square().mean().backward()
@@ -62,9 +62,9 @@ def unused_parameters() -> None:
         model = Branches()
         reference = copy.deepcopy(model)
         replicas = replicate(model, **options)
-        for step in range(40):
+        for step in range(23):
             # All ranks alike, then one or the other, then none for long enough to be forgotten, then again.
-            which = [(step + 3 * r * (step % 3)) % 8 if not 12 < step < 30 else 1 for r in range(SIZE)]
+            which = [(step + 3 * r * (step % 3)) % 8 if not 6 < step < 16 else 1 for r in range(SIZE)]
             for m in (model, reference):
                 m.zero_grad()
             model(drawn(step, RANK, 3, 4), which[RANK]).square().mean().backward()
