@@ -13,10 +13,10 @@ WAYS = [
     (2, "gpipe", 2, "residual"),
     (4, "1f1b", 4, "fp16"),
     (2, "auto", 4, "u_net"),
-    (4, "zero-bubble", 2, "bf16"),
+    (4, "zero-bubble", 2, "checkpointed"),
     (1, "1f1b", 3, "mlp"),
-    (3, "auto", "auto3", "language_model"),
-    (2, "1f1b", 2, "checkpointed"),
+    (2, "auto", "auto2", "language_model"),
+    (2, "1f1b", 2, "bf16"),
 ]
 """Each model meets one schedule in make test, with all of schedules, replicas and measured splits among them."""
 
@@ -37,7 +37,13 @@ def whole(fork_python):
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("ranks", "schedule", "stages"),
-    [*(way[:3] for way in WAYS), (4, "1f1b", 2), (4, "zero-bubble", 4), (4, "interleaved", "auto4")],
+    [
+        *(way[:3] for way in WAYS),
+        (4, "1f1b", 2),
+        (4, "zero-bubble", 4),
+        (4, "interleaved", "auto4"),
+        (3, "auto", "auto3"),
+    ],
 )
 def test_all_models_in_all_ways(fork_ranks, whole, ranks, schedule, stages):
     job = fork_ranks(ranks, PROGRAM, schedule, stages)
@@ -54,10 +60,11 @@ def undisturbed(fork_python, tmp_path_factory):
 
 
 def test_a_run_goes_on_with_another_number_of_stages(fork_ranks, tmp_path, undisturbed):
-    for ranks, stages, steps in [(2, "2", 2), (1, "", 4), (4, "2", 8)]:
+    """From one that cuts nothing; the next two tests go on from stages without any."""
+    for ranks, stages, steps in [(1, "", 2), (4, "2", 5)]:
         fork_ranks(ranks, RESUMABLE, tmp_path, stages, f"max_steps={steps}")
     job = fork_ranks(3, RESUMABLE, tmp_path, "1,3")
-    assert [job.lines(rank)[-1] for rank in range(3)] == [f"from 8 {undisturbed}"] * 3
+    assert [job.lines(rank)[-1] for rank in range(3)] == [f"from 5 {undisturbed}"] * 3
 
 
 def test_rank_0_has_all_stages_when_it_saves_by_time_and_the_best(fork_ranks, fork_python, tmp_path, undisturbed):
@@ -89,19 +96,19 @@ import torch, unisono
 from torch import nn
 
 torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)))
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
 chosen = []
 trainer = unisono.Trainer(
     model,
     torch.optim.SGD(model.parameters(), lr=0.1),
-    virtual_ranks=3,
+    virtual_ranks=2,
     progress=False,
-    parallel=unisono.parallel.Pipeline(stages=3, schedule=sys.argv[1]),
+    parallel=unisono.parallel.Pipeline(stages=2, schedule=sys.argv[1]),
     listeners=[lambda event: chosen.append(event["schedule"]) if event["event"] == "pipeline" else None],
 )
-data = torch.utils.data.TensorDataset(torch.randn(768, 512))
+data = torch.utils.data.TensorDataset(torch.randn(384, 512))
 for _ in trainer.epochs(1):
-    for batch in trainer.batches(data, batch_size=384):
+    for batch in trainer.batches(data, batch_size=192):
         trainer.step(lambda model, rows: model(rows[0]).square().mean(1), batch)
 print(*chosen, trainer.digest())
 """
@@ -109,6 +116,6 @@ print(*chosen, trainer.digest())
 
 def test_auto_says_its_schedule_and_changes_no_bit(fork_ranks):
     """It chooses by measured times, so which one depends on the machine: see test_pipeline_expectation.py."""
-    found = {schedule: fork_ranks(3, LONG_PASSES, schedule).lines()[-1].split() for schedule in ("auto", "1f1b")}
+    found = {schedule: fork_ranks(2, LONG_PASSES, schedule).lines()[-1].split() for schedule in ("auto", "1f1b")}
     assert found["auto"][0] in ("1f1b", "zero-bubble")
     assert found["auto"][-1] == found["1f1b"][-1]
