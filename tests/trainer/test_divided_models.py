@@ -12,9 +12,8 @@ SOME = ("fp16", "residual", "u_net", "frozen", "wide")
 OTHERS = ("mlp", "bf16", "language_model", "checkpointed", "wandering", "wide")
 # Each model meets one way in make test, and all of them in the soak.
 CHOSEN = [
-    (2, "block", ("fp16", "language_model")),
+    (2, "block", ("fp16", "bf16", "language_model")),
     (3, "named", ("mlp",)),
-    (3, "block", ("bf16",)),
     (2, "joined", ("checkpointed",)),
     (3, "size", ("u_net",)),
     (3, "zero1", ("frozen", "wandering")),
@@ -51,11 +50,24 @@ def undisturbed(fork_python, tmp_path_factory):
     return fork_python(RESUMABLE, tmp_path_factory.mktemp("undisturbed"), "")[-1].removeprefix("from 0 ")
 
 
-def test_a_run_goes_on_with_another_division(fork_ranks, tmp_path, undisturbed):
-    for ranks, how, steps in [(3, "block", 2), (1, "", 5), (3, "stages:1,3", 7), (4, "zero1:2", 8)]:
-        fork_ranks(ranks, RESUMABLE, tmp_path, how, f"max_steps={steps}")
-    job = fork_ranks(2, RESUMABLE, tmp_path, "1,2")
-    assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 8 {undisturbed}"] * 2
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(2, "block", 2), (4, "zero1:2", 5), (3, "1,2", None)],
+        pytest.param(
+            [(3, "block", 2), (1, "", 5), (3, "stages:1,3", 7), (4, "zero1:2", 8), (2, "1,2", None)],
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_a_run_goes_on_with_another_division(fork_ranks, tmp_path, undisturbed, parts):
+    begun = 0
+    for ranks, how, steps in parts:
+        job = fork_ranks(ranks, RESUMABLE, tmp_path, how, *([f"max_steps={steps}"] if steps else []))
+        found = [job.lines(rank)[-1] for rank in range(ranks)]
+        assert all(line.startswith(f"from {begun} ") for line in found)
+        begun = steps
+    assert found == [f"from {parts[-2][2]} {undisturbed}"] * ranks
 
 
 @pytest.mark.soak

@@ -42,13 +42,13 @@ class Block(nn.Module):
 
 torch.manual_seed(0)
 model = nn.Sequential(*(Block() for _ in range(4)))
-X = torch.randn(48, 16)
+X = torch.randn(24, 16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 policy = {"every_minutes": 1e-5} if "by_time" in options else {"every_steps": 4}
 if "best" in options:
     policy |= {"best": "evaluation", "mode": "min"}
 trainer = unisono.Trainer(
-    model, optimizer, virtual_ranks=8, directory=folder, progress=False, ema_decay=0.8, clip_grad_norm=1.0,
+    model, optimizer, virtual_ranks=4, directory=folder, progress=False, ema_decay=0.8, clip_grad_norm=1.0,
     scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
     checkpoints=unisono.Checkpoints(keep=2, **policy),
     parallel=unisono.parallel.Pipeline(stages=stages.split(",")) if stages else None,
@@ -61,7 +61,7 @@ def loss(model, batch):
 
 
 for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in options else None):
-    for batch in trainer.batches(TensorDataset(X), batch_size=16):
+    for batch in trainer.batches(TensorDataset(X), batch_size=8):
         trainer.step(loss, batch)
         if trainer.steps_done == int(options.get("term", -1)) and trainer.is_main:
             os.kill(launcher(), signal.SIGTERM)
@@ -73,5 +73,5 @@ for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in
             if not once.exists():
                 once.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-    trainer.evaluate(loss, TensorDataset(X), batch_size=16)
+    trainer.evaluate(loss, TensorDataset(X), batch_size=8)
 print(f"from {begun} to {trainer.steps_done}: {trainer.digest()} {[float(block.calls) for block in model]}")

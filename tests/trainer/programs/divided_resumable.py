@@ -56,13 +56,13 @@ def make_model():
 
 
 model = unisono.parallel.build(make_model, parallel=parallel()) if "build" in options else make_model()
-X = torch.randn(48, 16)
+X = torch.randn(24, 16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 policy = {"every_minutes": 1e-5} if "by_time" in options else {"every_steps": 4}
 if "best" in options:
     policy |= {"best": "evaluation", "mode": "min"}
 trainer = unisono.Trainer(
-    model, optimizer, virtual_ranks=8, directory=folder, progress=False, clip_grad_norm=1.0,
+    model, optimizer, virtual_ranks=4, directory=folder, progress=False, clip_grad_norm=1.0,
     scheduler=torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
     checkpoints=unisono.Checkpoints(keep=2, **policy),
     parallel=parallel(),
@@ -75,7 +75,7 @@ def loss(model, batch):
 
 
 for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in options else None):
-    for batch in trainer.batches(TensorDataset(X), batch_size=16):
+    for batch in trainer.batches(TensorDataset(X), batch_size=8):
         trainer.step(loss, batch)
         if trainer.steps_done == 3:
             trainer.export(Path(folder) / "weights.safetensors")
@@ -88,6 +88,6 @@ for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in
             if not once.exists():
                 once.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-    trainer.evaluate(loss, TensorDataset(X), batch_size=16)
+    trainer.evaluate(loss, TensorDataset(X), batch_size=8)
 found = "built" if "build" in options else trainer.digest()
 print(f"from {begun} to {trainer.steps_done}: {found} {[float(block.calls) for block in model]}")
