@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,17 +19,29 @@ def whole(fork_python, tmp_path_factory):
     return fork_python(PROGRAM, folder, "whole"), folder
 
 
-@pytest.mark.parametrize(
-    ("ranks", "how"),
-    [
-        (3, "block"),
-        pytest.param(2, "size", marks=pytest.mark.soak),
-        pytest.param(4, "replicas", marks=pytest.mark.soak),
-        pytest.param(2, "zero1", marks=pytest.mark.soak),
-        pytest.param(1, "block", marks=pytest.mark.soak),
-    ],
-)
-def test_ranks_that_build_parts_have_the_bits_of_one_process(fork_ranks, whole, tmp_path, ranks, how):
+@pytest.fixture(scope="module")
+def folder_in_parts(tmp_path_factory):
+    """The directory of a run that builds parts, empty until a test needs it."""
+    return tmp_path_factory.mktemp("in_parts") / "run"
+
+
+@pytest.fixture
+def in_parts(fork_ranks, folder_in_parts):
+    """What each of 3 ranks prints that build parts of the model, and their directory."""
+    printed = folder_in_parts.with_name("printed.json")
+    if not printed.exists():
+        job = fork_ranks(3, PROGRAM, folder_in_parts, "block")
+        printed.write_text(json.dumps([job.lines(rank) for rank in range(3)]))
+    return json.loads(printed.read_text()), folder_in_parts
+
+
+def test_ranks_that_build_parts_have_the_bits_of_one_process(in_parts, whole):
+    assert in_parts[0] == [whole[0]] * 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "how"), [(2, "size"), (4, "replicas"), (2, "zero1"), (1, "block")])
+def test_they_have_them_in_each_division(fork_ranks, whole, tmp_path, ranks, how):
     job = fork_ranks(ranks, PROGRAM, tmp_path / "run", how)
     assert [job.lines(rank) for rank in range(ranks)] == [whole[0]] * ranks
 
@@ -40,19 +54,21 @@ def test_models_of_others_and_memory_that_others_see_have_them_too(fork_ranks, f
     assert [job.lines(rank) for rank in range(2)] == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    "later",
-    [
-        pytest.param([(3, "block"), (2, "size")], id="parts"),
-        pytest.param([(1, "whole"), (2, "block", "apart=1")], id="apart", marks=pytest.mark.soak),
-    ],
-)
-def test_a_model_that_was_built_in_parts_goes_on_from_a_checkpoint(fork_ranks, whole, tmp_path, later):
-    folder = tmp_path / "run"
-    (first, how, *options), (last, *more) = later
-    fork_ranks(first, PROGRAM, folder, how, "max_steps=2", *options)
-    job = fork_ranks(last, PROGRAM, folder, *more)
-    for rank in range(last):
+def test_a_model_that_was_built_in_parts_goes_on_from_a_checkpoint(fork_ranks, in_parts, whole, tmp_path):
+    folder = shutil.copytree(in_parts[1], tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "step-000000003")
+    _check_rest(fork_ranks(2, PROGRAM, folder, "size"), whole)
+
+
+@pytest.mark.soak
+def test_it_goes_on_where_a_rank_does_not_see_the_files(fork_ranks, whole, tmp_path):
+    fork_ranks(1, PROGRAM, tmp_path / "run", "whole", "max_steps=2")
+    _check_rest(fork_ranks(2, PROGRAM, tmp_path / "run", "block", "apart=1"), whole)
+
+
+def _check_rest(job, whole):
+    """Check what 2 ranks print that have gone on from step 2."""
+    for rank in range(2):
         lines = job.lines(rank)
         assert lines[0].startswith("from 2 to 3: ")
         assert lines[0].endswith(whole[0][0].split(", ", 4)[4])

@@ -34,17 +34,17 @@ class Odd(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(300, 512, padding_idx=7)
-        self.layers = nn.ModuleList(nn.Linear(512, 1024) for _ in range(4))
-        self.back = nn.Linear(1024, 512)
-        self.head = nn.Linear(512, 300, bias=False)
+        self.embedding = nn.Embedding(300, 192, padding_idx=7)
+        self.layers = nn.ModuleList(nn.Linear(192, 320) for _ in range(3))
+        self.back = nn.Linear(320, 192)
+        self.head = nn.Linear(192, 300, bias=False)
         self.head.weight = self.embedding.weight
-        self.low = nn.Linear(300, 90).bfloat16()
+        self.low = nn.Linear(100, 40).bfloat16()
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.randn(9), requires_grad=False)
         self.turned = nn.Parameter((torch.randn(157, 1237) / 30).t())
-        self.norm, self.dropout = nn.BatchNorm1d(512), nn.Dropout(0.1)
-        self.register_buffer("bounds", torch.arange(512.0))
+        self.norm, self.dropout = nn.BatchNorm1d(192), nn.Dropout(0.1)
+        self.register_buffer("bounds", torch.arange(192.0))
         self.apply(self._draw)
         for number, layer in enumerate(self.layers):
             layer.weight.data *= 1 / (1 + number)  # was used long before
