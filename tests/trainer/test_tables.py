@@ -19,6 +19,7 @@ from unisono.report.source import open_run
 
 PROGRAM = Path(__file__).parent / "programs" / "tables.py"
 SOME = ("Adam", "resumed", "aborted", "divided and clipped", "full", "dynamic and clipped")
+REST = ("SGD", "Adagrad", "clipped", "resumed", "aborted", "read", "divided", "divided and clipped", "full", "dynamic")
 DATA = TensorDataset(torch.arange(120).view(40, 3) ** 2 % 17, torch.arange(40) % 3)
 
 
@@ -33,7 +34,7 @@ def on_one_rank(fork_python, tmp_path_factory):
     ("n", "engines", "names"),
     [
         (2, ["collective"], SOME),
-        (3, ["shared"], ()),
+        (3, ["shared"], REST),
         *(pytest.param(n, ["shared", "collective"], (), marks=pytest.mark.soak) for n in (2, 3, 4)),
     ],
 )
