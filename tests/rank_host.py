@@ -2,7 +2,8 @@
 
 Most tests are about what ranks do, and not about how they are started: torch then need not be imported for each job.
 It reads one job a line from standard input, as JSON, and answers with how each rank ended. The interpreter runs what
-`serve` returns at its top level.
+`serve` returns at its top level. What a rank starts does not import torch anew either: agents of `unisono.spawn` are
+forked by a process of the rank's own (spawn_agents.py), and processes of `mp.spawn` from the rank itself.
 
 With SLOW_RANKS=SEED in the environment each rank sleeps now and then, at random calls: a test that passes only if some
 rank is faster than another fails for some seeds.
@@ -22,12 +23,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from kernel import use_huge_pages, wait_for_any
 from launch_host import import_all
+from spawn_agents import become_caller
 
 _GRACE_S = 10.0
 
@@ -190,6 +193,11 @@ def serve() -> str:
     if not (found := _serve()):
         return ""
     _become(found)
+    source = Path(sys.argv[0]).read_text()
+    if "mp.spawn(" in source:
+        torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
+    if "unisono.spawn(" in source:
+        return become_caller()
     return "host.run()"
 
 

@@ -171,8 +171,7 @@ def forked():
         say(error, unisono.rank())
 if __name__ == "__main__":
     os.environ["MASTER_ADDR"] = "localhost"
-    multiprocessing.set_forkserver_preload(["torch", "unisono.job.initialize"])  # once for both
-    mp.start_processes(by_torch, args=(sys.argv[1],), nprocs=2, start_method="forkserver")
+    mp.start_processes(by_torch, args=(sys.argv[1],), nprocs=2, start_method="fork")
     del os.environ["MASTER_ADDR"]
     unisono.init()  # a notebook has a job of one rank, and starts others
     unisono.spawn(by_us, nprocs=2)
