@@ -32,16 +32,6 @@ def test_help_needs_neither_torch_nor_rich(arguments):
     assert not imported & {"torch", "rich", "numpy"}
 
 
-def test_the_agent_of_a_running_job_does_not_import_torch(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import torch\n")
-    result = unisono("run", str(script), python=["-X", "importtime"])
-    assert result.returncode == 0
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
-    assert "unisono" in imported
-    assert not imported & {"torch", "rich", "numpy"}
-
-
 def test_the_version_is_the_packages():
     result = unisono("--version")
     assert result.returncode == 0

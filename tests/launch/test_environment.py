@@ -24,7 +24,7 @@ REPORT = """
 @pytest.mark.parametrize(
     ("fixture", "ranks"),
     [
-        ("fresh_launcher", 1),
+        pytest.param("fresh_launcher", 1, marks=pytest.mark.soak),
         pytest.param("fresh_launcher", 2, marks=pytest.mark.soak),
         ("warm_launcher", 4),
         pytest.param("fresh_launcher", 4, marks=pytest.mark.soak),

@@ -57,8 +57,11 @@ def finish(job):
     return out.decode(), err.decode(), job.returncode
 
 
-def test_ctrl_c_is_quiet(fresh_launcher):
-    job, _ = start(fresh_launcher, WAIT)
+@pytest.mark.parametrize(
+    "fixture", ["warm_launcher", pytest.param("fresh_launcher", marks=pytest.mark.soak)], ids=["warm", "fresh"]
+)
+def test_ctrl_c_is_quiet(request, fixture):
+    job, _ = start(request.getfixturevalue(fixture), WAIT)
     job.send_signal(signal.SIGINT)
     assert finish(job) == ("", "unisono: interrupted; 2 ranks ended\n", 130)
 
@@ -371,7 +374,7 @@ def test_a_stopped_process_of_the_launcher_does_not_keep_a_job_from_ending(launc
 
 
 def test_what_goes_on_printing_when_its_rank_has_ended_does_not_keep_the_job(launcher):
-    result = launcher.run_script("import subprocess\nprint('done')\nsubprocess.Popen(['yes'])", ranks=1)
+    result = launcher.run_script("import subprocess\nprint('done')\nsubprocess.Popen(['yes', 'y' * 4000])", ranks=1)
     assert (result.stdout[:9], result.stderr, result.returncode) == ("[0] done\n", "", 0)
     assert launcher.processes() == []
 

@@ -171,12 +171,9 @@ def test_modules_are_preloaded_once(warm_launcher):
 IMPORTED = "import sys\nprint(*(name in sys.modules for name in ('torch._dynamo', 'unisono.trainer')))"
 
 
+@pytest.mark.soak  # with a trainer, test_fresh_job.py has it
 @pytest.mark.parametrize(
-    ("module", "text", "preloaded"),
-    [
-        pytest.param(False, "torch.optim", "True False", marks=pytest.mark.soak),
-        (True, "unisono.Trainer", "True True"),
-    ],
+    ("module", "text", "preloaded"), [(False, "torch.optim", "True False"), (True, "unisono.Trainer", "True True")]
 )
 def test_what_all_ranks_would_import_is_imported_once(fresh_launcher, module, text, preloaded):
     fresh_launcher.write("script.py", f"{IMPORTED}  # {text}")

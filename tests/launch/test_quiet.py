@@ -28,7 +28,9 @@ TRAIN = """
 """
 
 
-@pytest.mark.parametrize(("fixture", "ranks"), [("warm_launcher", 1), ("fresh_launcher", 2)])
+@pytest.mark.parametrize(
+    ("fixture", "ranks"), [("warm_launcher", 1), pytest.param("fresh_launcher", 2, marks=pytest.mark.soak)]
+)
 def test_a_quiet_script_is_quiet(request, fixture, ranks):
     result = request.getfixturevalue(fixture).run_script(TRAIN, ranks=ranks)
     assert (result.stderr, result.returncode) == ("", 0)

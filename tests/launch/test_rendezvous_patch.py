@@ -1,5 +1,6 @@
 """Process groups find their members: again and again in one job, in every generation, at other addresses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -38,32 +39,55 @@ def store_port():
 
 @pytest.fixture
 def run(rank_host, tmp_path):
-    """Run a program in a process of its own, where torch can be changed: one that has imported it, or a new one."""
+    """Run a program in a process of its own, where torch can be changed: one that has imported it."""
 
-    def run(source, *, fresh=False, **variables):
+    def run(source, **variables):
         script = tmp_path / "script.py"
         script.write_text(source)
-        variables |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
-        if not fresh:
-            codes, _ = rank_host.run(1, script, folder=tmp_path, environment=variables)
-            told = [(tmp_path / name).read_text() for name in ("out0", "err0")]
-        else:
-            inherited = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-            done = subprocess.run(
-                [sys.executable, script],
-                env={**inherited, **variables}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-            )  # fmt: skip
-            codes, told = [done.returncode], [done.stdout, done.stderr]
-        assert (codes, told[1]) == ([0], "")
-        return told[0].split()
+        variables |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
+        codes, _ = rank_host.run(1, script, folder=tmp_path, environment=variables)
+        assert (codes, (tmp_path / "err0").read_text()) == ([0], "")
+        return (tmp_path / "out0").read_text().split()
 
     return run
 
 
-@pytest.mark.parametrize("fresh", [True, False], ids=["before torch", "after torch"])
-def test_a_second_group_sees_nothing_of_the_first(run, store_port, fresh):
+def test_a_second_group_sees_nothing_of_the_first(run, store_port):
     source = MEET + "print(meet(), meet(), meet())"
-    assert run(source, fresh=fresh, MASTER_PORT=str(store_port)) == ["False", "False", "False"]
+    assert run(source, MASTER_PORT=str(store_port)) == ["False", "False", "False"]
+
+
+AFRESH = """
+import json, os, sys
+from unisono.launch.hang.status_block import StatusBlock, create
+from unisono.launch.hang.call_recorder import install
+page, (ask, question) = StatusBlock(create()), os.pipe()
+install(page, ask=ask, dump=-1)
+from unisono.launch import rendezvous_patch
+rendezvous_patch.install(os.environ)
+told = ["torch" in sys.modules]
+import torch, torch.distributed as dist
+for _ in range(3):
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    store = dist.distributed_c10d._get_default_store()
+    told.append(store.check(["mark"]))
+    store.set("mark", "here")
+    dist.monitored_barrier()
+    dist.barrier()
+    dist.destroy_process_group()
+print(json.dumps([told, [call.name for call in page.calls() if call.epoch == 1]]))
+"""
+
+
+def test_torch_that_is_imported_afterwards_is_patched_and_its_calls_are_recorded(store_port):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store_port)}
+    done = subprocess.run(
+        [sys.executable, "-c", AFRESH],
+        env={**environment, "WORLD_SIZE": "1"}, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [[False] * 4, ["init_process_group", "monitored_barrier", "barrier"]]
 
 
 def test_a_generation_sees_nothing_of_the_one_before(run, store_port):

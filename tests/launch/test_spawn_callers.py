@@ -45,20 +45,38 @@ def script(launcher, source):
     return launcher.write("script.py", "import unisono\n" + textwrap.dedent(source))
 
 
-def test_what_a_prompt_defines_can_be_called(fresh_launcher):
+@pytest.fixture(params=["warm", pytest.param("fresh", marks=pytest.mark.soak)])
+def type_in(request, launcher, fresh_launcher):
+    """Type lines into Python's prompt, or into the same loop in a process that need not import torch anew."""
+    if request.param == "fresh":
+        command = [sys.executable, "-i", "-q"]
+        options = {"cwd": fresh_launcher.folder, "env": fresh_launcher.environment, "timeout": TIMEOUT_S}
+        return lambda lines: subprocess.run(
+            command, input=lines, capture_output=True, text=True, check=False, **options
+        )
+
+    def run(lines):
+        launcher.write("typed", lines)
+        prompt = launcher.write(
+            "prompt.py",
+            """
+            import code, sys, types
+            sys.stdin, sys.ps1, sys.ps2 = open("typed"), "", ""
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            code.interact(banner="", local=vars(main), exitmsg="")
+            """,
+        )
+        return launcher.run_python(prompt)
+
+    return run
+
+
+def test_what_a_prompt_defines_can_be_called(type_in):
     text = f"import unisono\n{CELL.replace(chr(10) * 2, chr(10)).replace('def ', chr(10) + 'def ')}\n"
     text = text.replace("@dataclass", "\n@dataclass").replace("FACTOR = 3", "\nFACTOR = 3\n")
     call = "unisono.spawn(lambda rank: [work(rank, Point(1)), print('lambda', FACTOR)], nprocs=2)\n"
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"],
-        input=text + call,
-        cwd=fresh_launcher.folder,
-        env=fresh_launcher.environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=True,
-    )
+    done = type_in(text + call)
+    assert done.returncode == 0
     assert "Error" not in done.stderr, done.stderr
     points = "[Point(x=3), Point(x=6)]"
     assert printed(done.stdout) == {0: [points, "lambda 3"], 1: [points, "lambda 3"]}
