@@ -20,6 +20,7 @@ import unisono
 parser = argparse.ArgumentParser(description="Match images and their captions.")
 parser.add_argument("--epochs", type=int, default=12)
 parser.add_argument("--batch-size", type=int, default=96, help="pairs of all ranks together")
+parser.add_argument("--steps", type=int, help="stop after so many steps in all")
 args = parser.parse_args()
 
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -79,7 +80,7 @@ def recognised(model, batch):
 torch.manual_seed(0)
 model = TwoTowers()
 trainer = unisono.Trainer(model, torch.optim.AdamW(model.parameters(), lr=2e-3), virtual_ranks=8, clip_grad_norm=1.0)
-for _epoch in trainer.epochs(args.epochs):
+for _epoch in trainer.epochs(args.epochs, max_steps=args.steps):
     for batch in trainer.batches(train, batch_size=args.batch_size):
         trainer.step(match, batch, encode=encode)
 trainer.print("digits recognised by their names:", trainer.evaluate(recognised, test, name="recognised"))

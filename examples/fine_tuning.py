@@ -20,6 +20,7 @@ import unisono
 parser = argparse.ArgumentParser(description="Fine-tune a model of transformers.")
 parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--batch-size", type=int, default=64, help="lines of all ranks together")
+parser.add_argument("--steps", type=int, help="stop after so many steps in all")
 args = parser.parse_args()
 
 # 1. Data: lines as bytes, padded; the attention mask says which are there.
@@ -63,7 +64,7 @@ def correct(model, batch):
 
 # 3. Loop.
 trainer = unisono.Trainer(model, optimizer, virtual_ranks=8, scheduler=schedule, clip_grad_norm=1.0)
-for _epoch in trainer.epochs(args.epochs):
+for _epoch in trainer.epochs(args.epochs, max_steps=args.steps):
     for batch in trainer.batches(train, batch_size=args.batch_size):
         trainer.step(loss, batch)
 trainer.print("lines recognised:", trainer.evaluate(correct, test, name="recognised"))

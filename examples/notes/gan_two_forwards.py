@@ -55,10 +55,10 @@ unisono.print0("replicate: gradients equal on all ranks:", equal_on_all_ranks(p.
 # The whole GAN: both networks are replicated, and neither is wrapped.
 generator = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
 replicate(generator)
-judging = torch.optim.Adam(judge.parameters(), lr=0.01, betas=(0.5, 0.9), weight_decay=0.05)
-forging = torch.optim.Adam(generator.parameters(), lr=0.002, betas=(0.5, 0.9))
+judging = torch.optim.Adam(judge.parameters(), lr=0.03, betas=(0.5, 0.9), weight_decay=0.05)
+forging = torch.optim.Adam(generator.parameters(), lr=0.006, betas=(0.5, 0.9))
 torch.manual_seed(unisono.rank())
-for _ in range(300):
+for _ in range(100):
     forged = generator(torch.randn(32, 4))
     judging.zero_grad()
     backward_twice(judge, samples(32), forged.detach())
