@@ -83,11 +83,25 @@ def test_one_process_is_a_job_without_a_launcher(processes):
     assert processes(1, ALONE, code=3) == ([""], [""])
 
 
-def test_a_prompt_can_call_it_again_and_again():
-    lines = "import unisono\nunisono.init().world_size\nunisono.init().rank\nunisono.init('gloo')\nunisono.rank()\n"
+TYPED = "import unisono\nunisono.init().world_size\nunisono.init().rank\nunisono.init('gloo')\nunisono.rank()\n"
+PROMPT = f"""
+import code, io, sys
+sys.stdin, sys.ps1, sys.ps2 = io.StringIO({TYPED!r}), "", ""
+code.interact(banner="", exitmsg="")
+"""
+
+
+def test_a_prompt_can_call_it_again_and_again(processes):
+    (out,), (err,) = processes(1, PROMPT)
+    assert out.split() == ["1", "0", "0"]
+    assert "backend=gloo, but this process is in a job that has shm" in err
+
+
+@pytest.mark.soak  # the same of Python's own prompt, whose interpreter imports torch
+def test_a_prompt_of_python_can_call_it_again_and_again():
     done = subprocess.run(
         [sys.executable, "-i"],
-        input=lines, env=environ(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        input=TYPED, env=environ(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0
     assert done.stdout.split() == ["1", "0", "0"]

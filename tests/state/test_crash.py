@@ -74,11 +74,17 @@ from pathlib import Path
 from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.writer import BackgroundWriter
 writer = BackgroundWriter(CheckpointStore(Path(sys.argv[1])), keep=2)
-writer.submit(5, {"model": {"w": torch.ones(3_000_000)}}, {})
+writer.submit(5, {"model": {"w": torch.ones(3_000_000)}}, {})  # for longer than the rest of the program takes
 """
 
 
-def test_an_interpreter_that_ends_finishes_the_checkpoint_and_ends(tmp_path):
-    subprocess.run([sys.executable, "-c", UNCLOSED, str(tmp_path)], check=True)
-    found, errors = CheckpointStore(tmp_path).load_newest()
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_an_interpreter_that_ends_finishes_the_checkpoint_and_ends(fork_python, tmp_path, fresh):
+    (script := tmp_path / "unclosed.py").write_text(UNCLOSED)
+    folder = tmp_path / "store"
+    if fresh:
+        subprocess.run([sys.executable, script, folder], check=True)
+    else:
+        fork_python(script, folder)
+    found, errors = CheckpointStore(folder).load_newest()
     assert (found.info.step, errors) == (5, [])
