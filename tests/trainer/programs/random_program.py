@@ -20,8 +20,6 @@ from torch.utils.data import Dataset, IterableDataset
 import unisono
 
 CLASSES = 4
-VIRTUAL_RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 9, 12, 16)
-"""To draw from: a few more than ranks are as good as many, and each takes a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,8 @@ def describe(seed: int) -> Program:
     rng = random.Random(f"training program {seed}")
     models = tuple(_draw_architecture(rng) for _ in range(1 if rng.random() < 0.85 else 2))
     optimizers = tuple(each for i, model in enumerate(models) for each in _draw_optimizers(rng, i, model))
-    virtual_ranks, samples = VIRTUAL_RANKS[rng.randint(1, 16) - 1], rng.randint(17, 45)
+    # From 1 to 16, and rather fewer than more: each takes a forward pass.
+    virtual_ranks, samples = 1 + int(16 * rng.random() ** 1.8), rng.randint(17, 45)
     batch_size = max(virtual_ranks, rng.randint(samples // 4, samples // 2))
     drop_last = rng.random() < 0.2
     steps = samples // batch_size if drop_last else -(-samples // batch_size)
