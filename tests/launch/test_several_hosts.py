@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from host_network import Hosts, finish
+from host_training import await_line
 
 from printed import ranks_of
 
@@ -97,6 +98,13 @@ def save():
 if dist.get_rank() == 2:
     save()
 dist.barrier()
+"""
+
+IDLE = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+open("fifo").read()
 """
 
 
@@ -224,6 +232,19 @@ def test_a_hang_is_reported_on_all_hosts_with_the_ranks_of_all_and_ends_the_job(
         assert "\nRank 2 on host 1, host1 (10.97.0.2).\nThe job is ended in " in job.stderr
         assert "unisono: ending the job: ranks still wait, and --hang-abort is 2 s" in job.stderr
         assert "done nothing" not in job.stderr
+
+
+def test_ranks_that_do_nothing_on_any_host_are_reported_on_all(hosts):
+    flags = ("--hang-report", "1")
+    os.mkfifo(hosts.folder / "fifo")
+    jobs = [hosts.start_rank(host, write(hosts, IDLE), ranks=1, flags=flags) for host in range(2)]
+    told = [await_line(job, "shows where they are; Ctrl-C ends it") for job in jobs]
+    (hosts.folder / "fifo").write_text("go on")
+    assert [finish(job).returncode for job in jobs] == [0, 0]
+    for report in told:
+        assert re.search(r"unisono: ranks 0-1 have done nothing for \d", report), report
+        assert 'script.py:5\n        open("fifo").read()\n' in report
+        assert "Rank 0 on host 0, host0 (10.97.0.1); rank 1 on host 1, host1 (10.97.0.2).\nThe job goes on" in report
 
 
 def test_a_host_behind_a_broken_link_is_named_and_both_sides_end(hosts):

@@ -107,7 +107,14 @@ def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, 
 
 
 def render_idle(
-    idle: Sequence[Situation], *, ended: Sequence[int], idle_s: float, now_ns: int, folder: str, command: str
+    idle: Sequence[Situation],
+    *,
+    ended: Sequence[int],
+    idle_s: float,
+    now_ns: int,
+    folder: str,
+    command: str,
+    places: str = "",
 ) -> str:
     """Return a report of idle ranks; ended are the other ranks, if any, and command shows where ranks are."""
     have = "has" if len(idle) == 1 else "have"
@@ -123,7 +130,8 @@ def render_idle(
             f"`{command}` shows where they are; Ctrl-C ends it."
         )
     by_rank = {situation.rank: situation for situation in idle}
-    return "\n".join([headline, *_where(sorted(by_rank), by_rank, now_ns, folder), remedy])
+    where = _where(sorted(by_rank), by_rank, now_ns, folder)
+    return "\n".join([headline, *where, *filter(None, [places]), remedy])
 
 
 def _group(label: str, members: tuple[int, ...], ranks: int, *, folder: str, always: bool = False) -> str:

@@ -2,7 +2,8 @@
 
 Where no rank is in a collective, nothing else shows that all are stuck: each waits for a lock, a queue or a thread, or
 some have ended and the others hang at their end. A server that waits for requests looks the same, so the report comes
-once, as information. `Idleness` decides and is pure; `read_activity` asks the kernel. Start reading at `Idleness`.
+once, as information (`launch.hang.idle_watch`). `Idleness` decides and is pure; `read_activity` asks the kernel. Start
+reading at `Idleness`.
 """
 
 from __future__ import annotations
@@ -38,59 +39,65 @@ class Activity:
 
 
 class Idleness:
-    """Decides when ranks have done nothing for long enough to report it: once, and once more when some have ended.
+    """Decides when ranks have done nothing for long enough to report it.
 
     Args:
         patience_s: Seconds without activity before a report; 0 for never.
 
     >>> idleness = Idleness(30.0)
-    >>> idleness.look(0.0, ended=2, ranks=[1], read=lambda: {1: Activity(cpu_s=5.0)})
-    ()
-    >>> idleness.look(31.0, ended=2, ranks=[1], read=lambda: {1: Activity(cpu_s=5.5)})
-    (1,)
+    >>> idleness.look(0.0, ranks=[1], read=lambda: {1: Activity(cpu_s=5.0)})
+    False
+    >>> idleness.look(31.0, ranks=[1], read=lambda: {1: Activity(cpu_s=5.5)})
+    True
+    >>> idleness.for_s(40.0, ranks=[1], read=lambda: {1: Activity(cpu_s=5.5)})
+    40.0
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._since_s = 0.0
-        self._before: Mapping[int, Activity] | None = None
-        self._told: set[bool] = set()
-
-    @property
-    def since_s(self) -> float:
+        self.since_s = 0.0
         """When the current observation began, on the clock of `look`."""
-        return self._since_s
+        self._read_s = 0.0
+        self._before: Mapping[int, Activity] | None = None
+        self._is_found = False
 
-    def look(
-        self, now_s: float, *, ended: int, ranks: list[int], read: Callable[[], Mapping[int, Activity]]
-    ) -> tuple[int, ...]:
-        """Return the ranks that still run if none of them has done anything for long enough; otherwise none.
+    def look(self, now_s: float, *, ranks: list[int], read: Callable[[], Mapping[int, Activity]]) -> bool:
+        """Return True once the ranks have done nothing for long enough: once, until they do something.
 
         Args:
             now_s: The time.
-            ended: The number of ranks that have ended without an error.
             ranks: The ranks that still run, and are in no collective.
-            read: Returns the activity of each of them so far. Called only at the beginning and at the end of a period
-                of `patience_s`, since it takes a while.
+            read: Returns the activity of each of them so far. Called once in `patience_s`, since it takes a while.
         """
-        if not self._patience_s or not ranks or (ended > 0) in self._told:
-            return ()
+        if not self._patience_s or not ranks:
+            return False
         if self._before is None or list(self._before) != ranks:
-            self._since_s, self._before = now_s, read()
-            return ()
-        past_s = now_s - self._since_s
-        if past_s < self._patience_s:
-            return ()
-        now = read()
+            self._begin(now_s, read())
+            return False
+        if now_s - self._read_s < self._patience_s:
+            return False
+        was_found = self._is_found
+        return self.for_s(now_s, ranks=ranks, read=read) > 0 and not was_found
+
+    def for_s(self, now_s: float, *, ranks: list[int], read: Callable[[], Mapping[int, Activity]]) -> float:
+        """Return for how long the ranks have done nothing, if that is long enough; otherwise 0. See `look`."""
+        past_s = now_s - self.since_s
+        if self._before is None or list(self._before) != ranks or not 0 < self._patience_s <= past_s:
+            return 0.0
+        self._read_s, now = now_s, read()
         if any(_is_active(self._before[rank], now[rank], past_s) for rank in ranks):
-            self._since_s, self._before = now_s, now
-            return ()
-        self._told.add(ended > 0)
-        return tuple(ranks)
+            self._begin(now_s, now)
+            return 0.0
+        self._is_found = True
+        return past_s
 
     def forget(self) -> None:
         """Start over: a rank is in a collective or has failed, which other reports cover."""
         self._before = None
+
+    def _begin(self, now_s: float, activity: Mapping[int, Activity]) -> None:
+        self.since_s = self._read_s = now_s
+        self._before, self._is_found = activity, False
 
 
 def read_activity(pid: int, mark: tuple[int, int]) -> Activity:

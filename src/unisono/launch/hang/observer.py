@@ -15,8 +15,8 @@ from typing import Any
 
 from unisono.launch.hang.analysis import find_mismatch
 from unisono.launch.hang.call_times import part_in_calls
-from unisono.launch.hang.hang_report import render_idle, render_mismatch
-from unisono.launch.hang.idleness import Activity, Idleness, read_activity
+from unisono.launch.hang.hang_report import render_mismatch
+from unisono.launch.hang.idle_watch import IdleWatch
 from unisono.launch.hang.judge import HangJudge
 from unisono.launch.hang.observed_rank import ObservedRank, describe_call
 from unisono.launch.hang.situation import Situation
@@ -62,7 +62,7 @@ class Observer:
         judges: bool = True,
     ) -> None:
         self._num_ranks = ranks
-        self._command = f"unisono stacks {job}".rstrip()
+        command = f"unisono stacks {job}".rstrip()
         self._folder = folder
         self._judges = judges
         self.judge = HangJudge(
@@ -70,7 +70,7 @@ class Observer:
             hang_abort_s=hang_abort_s,
             stuck_s=stuck_s,
             folder=folder,
-            stacks=f"`{self._command}` shows where all ranks are",
+            stacks=f"`{command}` shows where all ranks are",
             has_flags=has_flags,
         )
         self._ranks: dict[int, ObservedRank] = {}
@@ -81,7 +81,8 @@ class Observer:
         self._quiet_until_s = 0.0
         self._past_ns: int | None = None
         self._requests: dict[int, StackRequest] = {}
-        self._idleness = Idleness(hang_report_s)
+        self.idle = IdleWatch(hang_report_s, folder=folder, command=command)
+        """Finds ranks that do nothing, and reports them."""
         self._idle: tuple[int, ...] = ()
         """Idle ranks, to be reported once their stacks have been collected."""
         self.abort: str | None = None
@@ -137,7 +138,7 @@ class Observer:
         self.judge.forget()
         self._requests.clear()
         self._idle = ()
-        self._idleness.forget()
+        self.idle.forget()
 
     def next_deadline_s(self) -> float | None:
         """Return when `tick` is due, by the monotonic clock; None while no rank runs."""
@@ -160,8 +161,9 @@ class Observer:
         self._standing = self._look(now_s)
         if self._judges and self._standing and not self.is_quiet and now_s - self._judged_s >= _JUDGING_S:
             self._judged_s = now_s
-            if not self._judge(now_s):
-                self._look_for_idle(now_s)
+            if not self._judge(now_s) and (idle := self.look_for_idle()):
+                self._idle = idle
+                self.collect(idle)
         return []
 
     @property
@@ -177,6 +179,14 @@ class Observer:
         starts = [call.started_ns for situation in situations for call in situation.calls if call.running]
         starts += [entry.since_ns for situation in situations for entry in situation.pending]
         return max(0.0, (time.monotonic_ns() - min(starts)) / 1e9) if starts else 0.0
+
+    def look_for_idle(self) -> tuple[int, ...]:
+        """Return the ranks that run if they have done nothing for long enough, and that is new; otherwise none."""
+        return self.idle.look(time.monotonic(), self._members) if self._standing and not self.is_quiet else ()
+
+    def idle_for_s(self) -> float:
+        """Return for how long the ranks that run have done nothing, if that is long enough; otherwise 0."""
+        return self.idle.for_s(time.monotonic(), self._members)
 
     def collect(self, ranks: Iterable[int]) -> None:
         """Begin to collect the stacks of these ranks, for `collected`."""
@@ -335,24 +345,6 @@ class Observer:
             self.collect(decision.show)
         return decision.found
 
-    def _look_for_idle(self, now_s: float) -> None:
-        members = self._members
-        ended = [watched.exit_code for watched in members.values() if watched.exit_code is not None]
-        alive = {rank: watched for rank, watched in sorted(members.items()) if watched.alive}
-        # Failures have their own report, and so have collectives that other ranks do not enter.
-        calls = (call for watched in alive.values() for call in watched.block.calls())
-        if any(ended) or any(call.running and call.kind != "point-to-point" for call in calls):
-            self._idleness.forget()
-            return
-
-        def read() -> dict[int, Activity]:
-            return {rank: read_activity(watched.pid, watched.block.mark) for rank, watched in alive.items()}
-
-        self._idle = self._idleness.look(now_s, ended=len(ended), ranks=list(alive), read=read)
-        if self._idle:
-            self._requests = self._request(self._idle)
-            self._deadline_s = now_s + _COLLECTING_TICK_S
-
     def _collect(self, now_s: float) -> list[str]:
         """Continue to collect stacks; once all are there, return the report."""
         if not _poll(self._requests):
@@ -365,15 +357,8 @@ class Observer:
             idle, self._idle = self._idle, ()
             if any(situations[rank].ended for rank in idle):
                 return []
-            text = render_idle(
-                [situations[rank] for rank in idle],
-                ended=[situation.rank for situation in situations if situation.ended],
-                idle_s=now_s - self._idleness.since_s,
-                now_ns=time.monotonic_ns(),
-                folder=self._folder,
-                command=self._command,
-            )
-            return [f"unisono: {text}"]
+            text = self.idle.report(situations, now_s - self.idle.since_s)
+            return [f"unisono: {text}"] if text else []
         # Stacks show the places. A hang that has resolved in the meantime is not reported.
         if not (text := self.judge.explain(situations, now_s)):
             return []

@@ -5,6 +5,9 @@ their ranks do (`hang ask`), and judges their answers (`hang ranks`) as one agen
 asks once more, for the stacks of the ranks involved. What it finds, all are told: a report (`hang report`), ranks to be
 killed (`hang kill`), or the end of the job (`hang abort`). While no rank waits for long, nothing is said.
 
+If the ranks of a host do nothing, in no collective, its agent says so once (`hang idle`). If those of no other host do
+anything either, that is reported, too (`hang idle report`).
+
 Start reading at `HostHangs.on_said`.
 """
 
@@ -25,6 +28,8 @@ __all__ = ["HostHangs"]
 _MOST_STACKS = 16
 _LOOK_S = 0.25
 """How often to look whether ranks wait."""
+_IDLE_LOOK_S = 1.0
+"""How often to look whether they do nothing."""
 _ROUND_S = 20.0
 """When to stop waiting for answers and ask anew: the stacks of a host take up to half of that."""
 
@@ -38,7 +43,9 @@ class HostHangs:
         relay: Shows reports.
     """
 
-    MESSAGES: Final = frozenset({"hang waits", "hang ask", "hang ranks", "hang report", "hang kill", "hang abort"})
+    MESSAGES: Final = frozenset(
+        f"hang {what}" for what in ("waits", "idle", "ask", "ranks", "report", "idle report", "kill", "abort")
+    )
     """The messages of agents about hangs."""
 
     def __init__(self, hosts: JobHosts, generation: Generation, relay: Relay) -> None:
@@ -46,13 +53,16 @@ class HostHangs:
         self._observer, self._judge = generation.observer, generation.observer.judge
         # Often enough that a report is late by a fraction of the time after which it is due.
         self._pace_s = max(1.0, self._judge.patience_s / 6)
-        self._looked_s = self._told_s = 0.0
+        self._looked_s = self._told_s = self._idle_looked_s = 0.0
         self._asked = ""  # the question whose answer waits for stacks
+        self._asked_idle_s = 0.0
         # On the leader:
         self._round = 0
         self._question, self._asked_s = "", 0.0
-        self._has_stacks = False
+        self._has_stacks = self._asks_idle = False
+        self._idle_due = False
         self._answers: dict[int, list[Situation]] = {}
+        self._idle_s: dict[int, float] = {}
         if hosts.has_torchrun and (self._judge.abort_s is not None or self._judge.stuck_s is not None):
             relay.say(
                 "torchrun's launcher on another host tells nothing of its ranks, so hangs are not found: --hang-abort "
@@ -73,6 +83,13 @@ class HostHangs:
         if self._observer.waits_s(ranks) >= self._pace_s:
             self._told_s = now_s
             hosts.say_to_leader({"do": "hang waits"})
+        elif now_s - self._idle_looked_s >= _IDLE_LOOK_S:
+            self._idle_looked_s = now_s
+            if self._observer.look_for_idle():
+                hosts.say_to_leader({"do": "hang idle"})
+        if self._idle_due and hosts.leads and (not self._question or now_s - self._asked_s >= _ROUND_S):
+            self._idle_due = False
+            self._ask((), idle=True)
 
     def on_said(self, host: int, entry: Mapping[str, Any]) -> None:
         """Handle what an agent has told all, or the leader."""
@@ -81,15 +98,19 @@ class HostHangs:
             return  # this host has no part in the run yet
         if do == "hang waits" and self._hosts.leads:
             self._on_wait()
+        elif do == "hang idle" and self._hosts.leads:
+            self._idle_due = True
         elif do == "hang ask":
+            self._asked, self._asked_idle_s = entry["question"], observer.idle_for_s()  # stacks are activity, too
             observer.collect(set(entry["stacks"]).intersection(self._generation.ranks))
-            self._asked = entry["question"]
             self.tick()
         elif do == "hang ranks" and self._hosts.leads and entry["question"] == self._question:
             self._answers[host] = [decode_situation(told) for told in entry["ranks"]]
+            self._idle_s[host] = entry["idle_s"]
             self._judge_if_known()
-        elif do == "hang report":
-            observer.report = entry["text"]
+        elif do in ("hang report", "hang idle report"):
+            if do == "hang report":
+                observer.report = entry["text"]
             self._relay.show(f"unisono: {entry['text']}")
         elif do == "hang kill":
             observer.stuck, self._judge.stuck_s = tuple(entry["ranks"]), entry["seconds"]
@@ -98,7 +119,8 @@ class HostHangs:
 
     def _answer(self, question: str, situations: Sequence[Situation]) -> None:
         told = [encode_situation(situation) for situation in situations]
-        self._hosts.say_to_leader({"do": "hang ranks", "question": question, "ranks": told})
+        answer = {"do": "hang ranks", "question": question, "ranks": told, "idle_s": self._asked_idle_s}
+        self._hosts.say_to_leader(answer)
 
     def _on_wait(self) -> None:
         """Ask what the ranks of all hosts do, unless that is under way."""
@@ -107,11 +129,11 @@ class HostHangs:
         if self._judge.patience_s and not self._observer.is_quiet and now_s >= due_s:
             self._ask(())
 
-    def _ask(self, stacks: Sequence[int]) -> None:
+    def _ask(self, stacks: Sequence[int], *, idle: bool = False) -> None:
         self._round += 1
         # Another leader may have counted as far.
         self._question, self._asked_s = f"{self._hosts.term}.{self._round}", time.monotonic()
-        self._answers, self._has_stacks = {}, bool(stacks)
+        self._answers, self._has_stacks, self._asks_idle = {}, bool(stacks), idle
         self._hosts.say({"do": "hang ask", "question": self._question, "stacks": list(stacks)})
 
     def _judge_if_known(self) -> None:
@@ -122,6 +144,9 @@ class HostHangs:
         situations = sorted((each for told in self._answers.values() for each in told), key=lambda each: each.rank)
         is_whole = [situation.rank for situation in situations] == list(range(self._generation.size))
         if not is_whole or self._observer.is_quiet:  # ranks are being moved
+            return
+        if self._asks_idle:
+            self._report_idle(situations)
             return
         now_s = time.monotonic()
         if self._has_stacks:
@@ -135,3 +160,17 @@ class HostHangs:
             self._hosts.say({"do": "hang kill", "ranks": list(decision.kill), "seconds": self._judge.stuck_s})
         elif decision.show:
             self._ask(decision.show[:_MOST_STACKS])
+
+    def _report_idle(self, situations: Sequence[Situation]) -> None:
+        """Report ranks that do nothing, if those of all hosts that run do nothing."""
+        idle = [situation.rank for situation in situations if not situation.ended]
+        runs = {host for host, told in self._answers.items() if not all(situation.ended for situation in told)}
+        if not idle or any(situation.exit_code for situation in situations) or not all(map(self._idle_s.get, runs)):
+            return
+        if not self._has_stacks:
+            self._ask(idle[:_MOST_STACKS], idle=True)
+            return
+        places = self._hosts.name_places(idle)
+        text = self._observer.idle.report(situations, min(self._idle_s[host] for host in runs), places=places)
+        if text:
+            self._hosts.say({"do": "hang idle report", "text": text})
