@@ -114,9 +114,9 @@ def test_deaths_while_ranks_read_and_evaluate_change_no_bit(train):
         (1, "backward of loss", 2, KILL),
         (0, "evaluation", 4, KILL),
         (-1, "read", 77, KILL),
-        (2, "end", 1, KILL),
+        (2, "end", 0, KILL),
     ]
-    found = train(3, *deaths, engine="collective", workers=1, directory=True)
+    found = train(3, *deaths, engine="collective", workers=1, epochs=1, directory=True)
     assert found.new >= {0, 1, 2}
     assert "rank 1 was killed by SIGKILL in backward of step 3; replaced" in " ".join(found.replaced)
 
@@ -175,25 +175,37 @@ def test_deaths_in_a_pipeline_change_no_bit(train):
     deaths = [
         (1, "after begin_forward", 1, KILL),
         (0, "before end_backward", 3, KILL),
+        (1, "evaluation", 4, KILL),
         (0, "before write", 4, KILL),
         (0, "after gather", 5, KILL),
-        (1, "after end", 7, KILL),
-        (1, "evaluation", 8, KILL),
     ]
-    found = train(2, *deaths, **PIPELINE, clip=0.5, directory=True)
+    found = train(2, *deaths, **PIPELINE, clip=0.5, epochs=1, directory=True)
     assert found.new == {0, 1}
     assert "rank 1 was killed by SIGKILL in forward of step 2; replaced" in found.replaced[0]
     assert "rank 0 was killed by SIGKILL in backward of step 4; replaced" in found.replaced[1]
-    assert "rank 0 was killed by SIGKILL in the update of step 5; replaced" in found.replaced[2]
+    assert "rank 0 was killed by SIGKILL in the update of step 5; replaced" in found.replaced[3]
 
 
 @pytest.mark.parametrize(
     ("ranks", "asked", "deaths"),
     [
-        (2, {}, [(1, "before commit", 0, KILL), (0, "after commit", 0, KILL), (1, "after gather", 5, KILL)]),
+        pytest.param(
+            2,
+            {},
+            [(1, "before commit", 0, KILL), (0, "after commit", 0, KILL), (1, "after gather", 5, KILL)],
+            marks=pytest.mark.soak,
+        ),
         (4, {}, [(0, "before send", 1, KILL), (3, "before send", 1, KILL), (2, "after write", 3, KILL)]),
-        (2, {"stages": 4, "autocast": "fp16"}, [(1, "after update", 0, KILL), (0, "before _unscale", 4, KILL)]),
-        (3, {"stages": ["blocks.1", "blocks.3"]}, [(1, "loss", 2, KILL), (2, "before send_state", 2, KILL)]),
+        (
+            2,
+            {"stages": 4, "autocast": "fp16"},
+            [(1, "after update", 0, KILL), (1, "after end", 2, KILL), (0, "before _unscale", 4, KILL)],
+        ),
+        (
+            3,
+            {"stages": ["blocks.1", "blocks.3"], "max_steps": 4},
+            [(1, "loss", 2, KILL), (2, "before send_state", 2, KILL)],
+        ),
     ],
     ids=["first and last step", "two replicas, both stages", "interleaved, fp16", "within a recovery"],
 )
@@ -205,7 +217,7 @@ def test_deaths_at_places_of_a_pipeline_change_no_bit(train, ranks, asked, death
     ("engine", "deaths"),
     [
         ("shared", [(0, "loss", 1, KILL), (2, "after begin", 3, KILL)]),
-        ("collective", [(0, "before launch", 2, KILL), (2, "evaluation", 4, KILL)]),
+        pytest.param("collective", [(0, "before launch", 2, KILL), (2, "evaluation", 4, KILL)], marks=pytest.mark.soak),
     ],
     ids=["shared", "collective"],
 )
@@ -216,8 +228,8 @@ def test_deaths_in_a_group_of_the_backend_shm_change_no_bit(train, engine, death
 
 def test_ranks_are_freed_from_operations_that_would_wait_for_a_dead_rank_for_ever(train, tmp_path):
     """As with NCCL: no error, and sums without a meaning; see programs/unending_backend.py."""
-    deaths = [(1, "after _agree", 0, KILL), (0, "before launch", 5, KILL), (0, "after rejoin", 5, KILL)]
-    train(3, *deaths, engine="collective", backend="unending")
+    deaths = [(1, "after _agree", 0, KILL), (0, "before launch", 3, KILL), (0, "after rejoin", 3, KILL)]
+    train(3, *deaths, engine="collective", backend="unending", epochs=1)
     waited = {path.name.split(".")[1] for path in tmp_path.glob("freed.*")}
     assert waited, "nobody waited in an operation"
     survivor = (tmp_path / "process.2").read_text()
@@ -247,8 +259,8 @@ def test_deaths_of_ranks_on_gpus_change_no_bit(train, backend, deaths):
 
 def test_deaths_between_two_steps_with_one_batch_change_no_bit(train):
     """All but one rank die at once, in the second step, and one between the two."""
-    deaths = [(rank, "forge", 3, KILL) for rank in (0, 2)] + [(1, "between", 6, KILL)]
-    found = train(3, *deaths, kind="gan", workers=1)
+    deaths = [(rank, "forge", 3, KILL) for rank in (0, 2)] + [(1, "between", 4, KILL)]
+    found = train(3, *deaths, kind="gan", workers=1, epochs=1)
     assert found.new == {0, 1, 2}
 
 
@@ -257,7 +269,7 @@ def test_deaths_between_two_steps_with_one_batch_change_no_bit(train):
     [
         ({"kind": "fit"}, [(1, "evaluation", 3, KILL), (0, "stepped", 7, KILL)]),
         ({"kind": "sampled", "max_steps": 6}, [(0, "collect", 2, KILL), (1, "loss", 5, KILL)]),
-        ({"kind": "joined"}, [(1, "backward of loss", 1, KILL)]),
+        ({"kind": "joined", "epochs": 1}, [(1, "backward of loss", 1, KILL)]),
     ],
     ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
 )
@@ -267,16 +279,16 @@ def test_deaths_in_other_forms_of_the_loop_change_no_bit(train, asked, deaths):
 
 @pytest.mark.parametrize("engine", ["shared", pytest.param("collective", marks=pytest.mark.soak)])
 def test_a_death_in_a_checkpoint_leaves_only_whole_ones(train, fork_python, undisturbed, tmp_path, engine):
-    found = train(2, (0, "before _rename_durably", None, KILL), engine=engine, directory=True)
+    found = train(2, (0, "before _rename_durably", None, KILL), engine=engine, epochs=1, directory=True)
     assert len(found.replaced) == 1
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
-    assert store.list()[0].step == 10
+    assert store.list()[0].step == 5
     for info in store.list():
         store.verify(info)
     assert {path.name for path in store.folder.iterdir()} == {info.path.name for info in store.list()}
     # The run can be gone on with.
-    options = {"engine": engine, "epochs": 3, "folder": str(tmp_path), "directory": str(tmp_path / "run")}
-    assert fork_python(PROGRAM, json.dumps(options))[-1] == undisturbed(epochs=3)[0]
+    options = {"engine": engine, "epochs": 2, "folder": str(tmp_path), "directory": str(tmp_path / "run")}
+    assert fork_python(PROGRAM, json.dumps(options))[-1] == undisturbed(epochs=2)[0]
 
 
 def test_a_run_whose_ranks_all_die_in_a_checkpoint_starts_again_from_a_whole_one(run_ranks, undisturbed, tmp_path):

@@ -35,7 +35,7 @@ def train(run_ranks, undisturbed, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("engine", ["shared", "collective"])
+@pytest.mark.parametrize("engine", ["shared", pytest.param("collective", marks=pytest.mark.soak)])
 def test_ranks_come_and_go(train, engine):
     changes = [(0, "stepped", 1, "scale 4"), (0, "stepped", 4, "scale 1"), (0, "stepped", 7, "scale 3")]
     said, events = train(2, 3, *changes, engine=engine)
@@ -55,7 +55,7 @@ def test_every_kind_of_batches_is_divided_anew(train, kind):
     """With data workers; the second change comes after the last step of an epoch."""
     epoch = 4 if kind == "sampled" else 5
     changes = [(0, "stepped", 1, "scale 3"), (1, "stepped", epoch - 1, "scale 2")]
-    train(1, 2, *changes, engine="collective", kind=kind, workers=1)
+    train(1, 2, *changes, engine="collective", kind=kind, workers=1, max_steps=epoch + 2)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_every_kind_of_batches_is_divided_anew(train, kind):
     ids=["more", "fewer", "leaving"],
 )
 def test_deaths_meanwhile_change_no_bit(train, before, after, events):
-    train(before, after, *events, engine="shared")
+    train(before, after, *events, engine="shared", max_steps=6)
 
 
 def test_a_spare_takes_the_place_of_a_rank_that_came_later(train):

@@ -240,7 +240,7 @@ def make_group():
 def make_trainer():
     torch.manual_seed(0)
     common = {
-        "virtual_ranks": 8,
+        "virtual_ranks": 4 if "stages" in ASKED else 5,
         "engine": ASKED["engine"],
         "device": ASKED.get("device", "auto"),
         "directory": ASKED.get("directory"),
