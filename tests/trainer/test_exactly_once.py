@@ -116,7 +116,9 @@ for stop in ("error", "exit", "break"):
 """
 
 
-@pytest.mark.parametrize(("n", "engine"), [(1, "auto"), (2, "shared"), (2, "collective")])
+@pytest.mark.parametrize(
+    ("n", "engine"), [(1, "auto"), (2, "shared"), pytest.param(2, "collective", marks=pytest.mark.soak)]
+)
 def test_a_trainer_that_a_function_drops_saves_its_steps_or_says_that_they_are_lost(fork_ranks, tmp_path, n, engine):
     start = 'dist.init_process_group("gloo")\n' if n > 1 else ""
     fork_ranks(n, f"{START}{start}ENGINE = {engine!r}\n{FUNCTION}", tmp_path / "runs")

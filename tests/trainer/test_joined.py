@@ -26,7 +26,8 @@ def on_one_rank(fork_python, tmp_path_factory) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("n", "engine"), [(2, "shared"), (3, "collective"), pytest.param(4, "auto", marks=pytest.mark.soak)]
+    ("n", "engine"),
+    [(3, "collective"), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(2, "shared"), (4, "auto")])],
 )
 def test_the_number_of_ranks_changes_no_bit(fork_ranks, tmp_path, on_one_rank, n, engine):
     assert fork_ranks(n, PROGRAM, tmp_path, engine, 0).lines() == on_one_rank

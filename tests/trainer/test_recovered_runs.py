@@ -79,7 +79,7 @@ def run_alone(fork_python, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("engine", ["shared", "collective"])
+@pytest.mark.parametrize("engine", ["shared", pytest.param("collective", marks=pytest.mark.soak)])
 def test_the_scale_of_losses_and_skipped_steps_are_those_of_an_undisturbed_run(run_ranks, run_alone, tmp_path, engine):
     calm = run_alone(SCALED)
     assert len(json.loads(re.search(r"\((.*?)\)", calm[0]).expand(r"[\1]"))) >= 4, calm

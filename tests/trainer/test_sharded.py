@@ -37,7 +37,8 @@ def test_an_epoch_ends_where_a_shard_has_nothing_left_for_a_batch(on_one_rank):
 
 
 @pytest.mark.parametrize(
-    ("n", "engine"), [(2, "shared"), (3, "collective"), pytest.param(4, "auto", marks=pytest.mark.soak)]
+    ("n", "engine"),
+    [(3, "collective"), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(2, "shared"), (4, "auto")])],
 )
 def test_a_rank_opens_its_own_shards_alone_and_the_number_of_ranks_changes_no_bit(
     fork_ranks, tmp_path, on_one_rank, n, engine

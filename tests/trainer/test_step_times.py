@@ -31,7 +31,7 @@ def times_of(folder):
     return [event for event in events if event["event"] == "times"]
 
 
-@pytest.mark.parametrize("engine", ["auto", "collective"])
+@pytest.mark.parametrize("engine", ["auto", pytest.param("collective", marks=pytest.mark.soak)])
 def test_a_rank_that_reads_slowly_is_seen_and_no_bit_changes(fork_ranks, tmp_path, engine):
     timed = fork_ranks(2, PROGRAM, "data", tmp_path / "run", engine)
     silent = fork_ranks(2, PROGRAM, "data", "-", engine)
