@@ -19,6 +19,9 @@ from unisono.errors import LossError
 PROGRAM = Path(__file__).parent / "programs" / "sparse.py"
 ENGINES = ["collective", "shared"]
 SOME = ["SparseAdam and AdamW", "SGD, weighted, 4 virtual ranks", "clipped", "resumed", "aborted", "shown"]
+OTHERS = ["SparseAdam and AdamW", "SGD, weighted, 4 virtual ranks", "SGD, bfloat16", "clipped, 4 virtual ranks"]
+OTHERS += ["fp16, clipped", "resumed", "frozen", "aborted", "shown", "large"]
+"""With each of the others in one of them."""
 DATA = TensorDataset(torch.arange(120).view(40, 3) ** 2 % 17, torch.arange(40) % 3)
 
 # torch's own Adagrad and SparseAdam make tensors in a way that torch 2.13 warns of.
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
     ("n", "engines", "names"),
     [
         (2, ENGINES[:1], SOME),
-        (3, ENGINES[1:], []),
+        (3, ENGINES[1:], OTHERS),
         *(pytest.param(n, ENGINES, names, marks=pytest.mark.soak) for n, names in ((2, SOME), (3, []), (4, SOME[::2]))),
     ],
 )
