@@ -203,16 +203,16 @@ def _word(setting):
 # 4160 = 65·64 is the domain of a network with nothing to walk; positions 64 apart share a half in both.
 CHECKS = [
     *(named(places_of_values, n=n, seeds=2000) for n in (2, 5, 17)),
-    named(all_orders, n=4, seeds=5000),
-    named(neighbours_of_few, n=12, seeds=8000),
-    named(differences, n=1000, seeds=500, lag=1),
-    named(differences, n=4160, seeds=1000, lag=64),
+    named(all_orders, n=4, seeds=2500),
+    named(neighbours_of_few, n=12, seeds=4000),
+    named(differences, n=1000, seeds=250, lag=1),
+    named(differences, n=4160, seeds=500, lag=64),
     *(named(pairs_of_many, n=10**6, lag=lag) for lag in (1, 1024)),
     named(serial_correlation, n=10**6, lag=1024),
-    named(displacements, n=5000, seeds=500),
-    named(fixed_points, n=1000, seeds=2000),
+    named(displacements, n=5000, seeds=250),
+    named(fixed_points, n=1000, seeds=1000),
     named(keys_on_few, n=9, seeds=2500, keys=OTHER_RUN),
-    named(keys_on_many, n=5000, seeds=300, keys=NEXT_EPOCH),
+    named(keys_on_many, n=5000, seeds=150, keys=NEXT_EPOCH),
     *(named(rank_correlation, n=10**6, keys=keys) for keys in (NEXT_EPOCH, NEXT_SEED, OTHER_RUN)),
 ]
 MORE_CHECKS = [

@@ -37,7 +37,7 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 model.eval()
-results = cut.forward(function, micro_batches)
+results = cut.forward(function, micro_batches[:2])  # of one size: each is a plan of its own
 if cut.has_last_stage:
     found_results = [float(each) for each in results]
 else:
