@@ -92,9 +92,15 @@ def check_steps(kind: str, group: dist.ProcessGroup, **options: object) -> None:
 
 
 def same_as_one_process() -> None:
-    for kind, group in itertools.product(KINDS, GROUPS.values()):
+    """On 3 ranks each kind on one backend, and each pair of options; on other numbers of ranks all in all ways."""
+    kinds = zip(KINDS, itertools.cycle(GROUPS.values()), strict=False)
+    for kind, group in kinds if SIZE == 3 else itertools.product(KINDS, GROUPS.values()):
         check_steps(kind, group)
-    for affine, momentum, track in itertools.product([True, False], [None, 0.0, 1.0], [True, False]):
+    for number, (affine, momentum, track) in enumerate(
+        itertools.product([True, False], [None, 0.0, 1.0], [True, False])
+    ):
+        if SIZE == 3 and number in {1, 2, 5, 6, 9, 10}:
+            continue
         kind = "2d channels last" if affine else "1d"
         check_steps(kind, dist.group.WORLD, affine=affine, momentum=momentum, track_running_stats=track)
 
