@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(30, 12)
         self.positions = nn.Parameter(torch.randn(8, 12))
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, dropout=0.1) for _ in range(3)
+            nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, dropout=0.1) for _ in range(4)
         )
         self.norm = nn.LayerNorm(12)
 
