@@ -73,7 +73,7 @@ def _serve() -> dict | None:
 
 def _import_for(script: Path) -> None:
     """Import what ranks of the script would, as far as it takes long, for them and for those of later jobs."""
-    source = _source(script) if script.exists() else ""
+    source = _source(script)
     wanted = [name for word, name in _IMPORTED_BY.items() if word in source]
     if missing := [name for name in wanted if name not in sys.modules]:
         gc.disable()
@@ -89,7 +89,7 @@ def _import_for(script: Path) -> None:
 
 def _source(script: Path) -> str:
     """Return the text of a script with that of the modules beside it from which it imports."""
-    text = script.read_text()
+    text = script.read_text() if script.exists() else ""
     beside = [script.with_name(f"{name}.py") for name in re.findall(r"^from (\w+) import", text, re.MULTILINE)]
     return "\n".join([text, *(path.read_text() for path in beside if path.exists())])
 
@@ -193,7 +193,7 @@ def serve() -> str:
     if not (found := _serve()):
         return ""
     _become(found)
-    source = Path(sys.argv[0]).read_text()
+    source = _source(Path(sys.argv[0]))
     if "mp.spawn(" in source:
         torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
     if "unisono.spawn(" in source:

@@ -180,6 +180,11 @@ class Hosts:
         self.launchers.append(launcher := Launcher(self.folder, self._launch_host(host)))
         return launcher.start(*arguments)
 
+    def start_python(self, host: int, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a script on a host as `python` does."""
+        self.launchers.append(launcher := Launcher(self.folder, self._launch_host(host)))
+        return launcher.start_python(*arguments)
+
     def run(
         self, *arguments: str, hosts: int = 2, ranks: int = 2, flags: Sequence[str] = ()
     ) -> list[subprocess.CompletedProcess[str]]:

@@ -388,17 +388,12 @@ def test_torchrun_on_one_host_and_unisono_on_the_other_meet(hosts, endpoint, sha
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", str(int(not shares)))
     host = 1 if endpoint == "unisono" else 0
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--local-addr", hosts.network.address(host)]
+    torchrun = hosts.folder / "torchrun.py"  # what the command runs
+    torchrun.write_text("from torch.distributed.run import main; main()")
     script = write(hosts, FACTS)
-    with subprocess.Popen(
-        hosts.network.command(host, *torchrun, script),
-        cwd=hosts.folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        ours = finish(hosts.start_rank(1 - host, script, ranks=1))
-        theirs = finish(process)
+    process = hosts.start_python(host, str(torchrun), *where, "--local-addr", hosts.network.address(host), script)
+    ours = finish(hosts.start_rank(1 - host, script, ranks=1))
+    theirs = finish(process)
     assert (ours.returncode, theirs.returncode) == (0, 0), ours.stderr + theirs.stderr
     told = [json.loads(text[text.index("{") :]) for text in (ours.stdout, theirs.stdout)]
     assert [facts["total"] for facts in told] == [1.0, 1.0]
