@@ -10,6 +10,7 @@ wrapper (the idea is DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,8 @@ from unisono.plan.alignment import BUFFER_NUMEL, align_up
 from unisono.plan.bucketing import Item, group_by_size
 
 __all__ = ["CollectiveEngine"]
+
+_Form: TypeAlias = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
 _BUCKET_NBYTES = 12 * 1024 * 1024
 _FIRST_NBYTES = 1024 * 1024
@@ -102,6 +105,8 @@ class CollectiveEngine(GradientAccumulation):
         if several_hosts:
             self._limit_nbytes = _ALONE_NBYTES if hosts is None else _GRID_NBYTES
             self._first_nbytes = _FIRST_NBYTES
+        self._forms: list[_Form] = []
+        """What views of the buckets have in common with the parameters, which `model.to(...)` changes in place."""
         self._buckets: list[_TreeBucket] = []
         self._slots: list[tuple[_TreeBucket, int]] = []
         self._totals_offset = 0
@@ -113,7 +118,7 @@ class CollectiveEngine(GradientAccumulation):
         """Begin a step; see `Engine`."""
         if self._broken:
             raise UnisonoError(BROKEN)
-        if trained is not self._given:
+        if trained is not self._given or _forms_of(trained.parameters) != self._forms:
             self._build(trained)
         check_optimizers(self._optimizer, self._trained, self._tables.tables)
         self._begin(step, self._layouts.of(leaves))
@@ -168,7 +173,8 @@ class CollectiveEngine(GradientAccumulation):
         for bucket in self._buckets:
             # Before the wait, since this process has nothing else to do while sums are on their way.
             for index, view in zip(bucket.members, bucket.views(bucket.all_reduce.total, parameters), strict=True):
-                parameters[index].grad = view
+                # An alias: `model.to(...)` and some optimizers write p.grad.data, which makes the tensor another one's.
+                parameters[index].grad = view.detach()
         self._tables.collect(self._step)
         for phase in range(2, HostTreeAllReduce.phases):
             for bucket in self._buckets:  # one bucket is added up while others are on their way
@@ -220,6 +226,7 @@ class CollectiveEngine(GradientAccumulation):
         self._unhook()
         dense, tables = split_sparse(trained, self._modules)
         self._given, self._trained = trained, dense
+        self._forms = _forms_of(trained.parameters)
         maps = maps_of(self._optimizer, tables)
         self._tables = TableSums(
             tables,
@@ -308,3 +315,8 @@ class CollectiveEngine(GradientAccumulation):
             if self._launched:
                 self._buckets[self._launched - 1].all_reduce.advance()
             self._launched += 1
+
+
+def _forms_of(parameters: tuple[Tensor, ...]) -> list[_Form]:
+    """Return the type, shape and strides of each parameter."""
+    return [(p.dtype, p.shape, p.stride()) for p in parameters]

@@ -102,10 +102,10 @@ class Images(nn.Module):
         return self.layer(x).mean((2, 3))[:, :3]
 
 
-def channels_last(**options):
+def channels_last(resumed=True, **options):
     generator = torch.Generator().manual_seed(5)
     images = TensorDataset(torch.randn(60, 3, 6, 6, generator=generator), torch.arange(60) % 3)
-    return train(Images, dataset=images, resumed=True, **options)
+    return train(Images, dataset=images, resumed=resumed, **options)
 
 
 def strided():
@@ -251,6 +251,20 @@ def momentum_in_loop(model):
         model.extra.mul_(0.9).add_(model.main.weight, alpha=0.1)
 
 
+def there_and_back(model):
+    model.double().float()  # torch writes p.grad.data, too
+
+
+def other_strides(model):
+    model.to(memory_format=torch.contiguous_format)
+
+
+def gradients_moved(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.data = p.grad.data * 0
+
+
 def frozen():
     return Odd(nn.Parameter(torch.randn(3, 8), requires_grad=False))
 
@@ -262,6 +276,9 @@ def with_buffer(**buffers):
 CASES = {
     "channels_last AdamW": lambda: channels_last(options={"fused": True}),
     "channels_last SGD": lambda: channels_last(sgd={"momentum": 0.9, "fused": True}),
+    "other strides in the loop": lambda: channels_last(False, between=other_strides, sgd={"momentum": 0.9}),
+    "converted and back in the loop": lambda: train(Odd, between=there_and_back, sgd={"momentum": 0.9}),
+    "gradients exchanged in the loop": lambda: train(Odd, between=gradients_moved, sgd={}),
     "strided": lambda: train(strided),
     "strided, fused": lambda: train(strided, options={"fused": True}),
     "unaligned": lambda: train(unaligned),
