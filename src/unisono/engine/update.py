@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.engine.base import Preparation
+from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, dense_strides, global_norm, in_memory_order
 
 __all__ = ["prepare_whole", "update_whole"]
@@ -47,7 +48,22 @@ def _values_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def update_whole(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
     """Run the optimizer's step, which a scaler skips if the gradient overflowed."""
+    _lay_out_state(optimizer)
     if scaler is None:
         optimizer.step()
     else:
         scaler.step(optimizer)
+
+
+def _lay_out_state(optimizer: Optimizer) -> None:
+    """Give the state of fused optimizers the strides of its parameters, where these have changed.
+
+    torch's fused kernels take the elements of both in the order of memory, also after `model.to(memory_format=...)`, or
+    after a state from elsewhere was loaded.
+    """
+    groups = (group for part in parts_of(optimizer) for group in part.param_groups if group.get("fused"))
+    for p in (p for group in groups for p in group["params"] if p.dim() > 1):
+        strides, state = p.stride(), optimizer.state.get(p, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.stride() != strides and value.shape == p.shape:
+                state[key] = torch.empty_strided(p.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

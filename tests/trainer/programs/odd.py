@@ -277,6 +277,7 @@ CASES = {
     "channels_last AdamW": lambda: channels_last(options={"fused": True}),
     "channels_last SGD": lambda: channels_last(sgd={"momentum": 0.9, "fused": True}),
     "other strides in the loop": lambda: channels_last(False, between=other_strides, sgd={"momentum": 0.9}),
+    "other strides in the loop, fused": lambda: channels_last(False, between=other_strides, options={"fused": True}),
     "converted and back in the loop": lambda: train(Odd, between=there_and_back, sgd={"momentum": 0.9}),
     "gradients exchanged in the loop": lambda: train(Odd, between=gradients_moved, sgd={}),
     "strided": lambda: train(strided),
