@@ -79,6 +79,14 @@ def test_dropout_that_rests_in_what_is_trained_is_warned_of_once(tmp_path, capfd
     assert capfd.readouterr().err.count("unisono: warning: ") == 1
 
 
+def test_a_warning_needs_neither_progress_nor_a_directory_nor_listeners(capfd):
+    model = network(nn.Dropout(0.1)).eval()
+    trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=4, progress=False)
+    for batch in trainer.batches(DATA, batch_size=20):
+        trainer.step(per_sample, batch)
+    assert capfd.readouterr().err.startswith("unisono: warning: '1' is in evaluation mode, so the model is trained")
+
+
 def test_what_rests_rightly_is_not_warned_of(tmp_path):
     norm = network(nn.BatchNorm1d(4), nn.Dropout(0.1))
     norm[1].eval()

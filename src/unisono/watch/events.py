@@ -66,7 +66,7 @@ class EventLog:
         path: The file to append to; it is created with its folders if missing.
         fd: A blocking descriptor. It is duplicated, so the caller keeps (and closes) its own.
         listeners: Called in order with the dict, under the lock; their exceptions propagate out of `emit`.
-        warned: Called in the same way, after them, with warnings only.
+        warned: Called in the same way, after them, with warnings only; also without any sink.
         continues: False if no other process ever goes on with this log, so that `latest` need not be kept.
         at_once: True to write each event at once, for a reader that acts on single steps.
 
@@ -203,8 +203,8 @@ class EventLog:
                     return
             if not self.is_silent:
                 self._tell(event)
-                if kind == "warning" and self._warned is not None:
-                    self._warned(event)
+            if kind == "warning" and self._warned is not None:
+                self._warned(event)
 
     def _tell(self, event: dict[str, Any]) -> None:
         """Send an event to all sinks, after those that are held."""
