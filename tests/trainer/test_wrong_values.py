@@ -291,6 +291,7 @@ WRAPPED = """
 from torch.nn.parallel import DistributedDataParallel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed._composable import replicate as torchs_replicate
 from unisono.parallel import replicate
 
 def refused(model, optimizer=None):
@@ -305,6 +306,7 @@ def refused(model, optimizer=None):
 refused(DistributedDataParallel(nn.Linear(4, 3)))
 refused(nn.Sequential(DistributedDataParallel(nn.Linear(4, 3))))
 refused(fully_shard(nn.Linear(4, 3), mesh=init_device_mesh("cpu", (2,))))
+refused(torchs_replicate(nn.Linear(4, 3)))
 replicated = nn.Linear(4, 3)
 handle = replicate(replicated)
 refused(replicated)
@@ -319,10 +321,12 @@ refused(made, accelerate.optimizer.AcceleratedOptimizer(sgd))
 
 def test_models_of_several_ranks_that_another_wraps_are_refused(run_alone):
     for said in run_alone(2, WRAPPED):
-        ddp, inside, sharded, replicated, accelerated = said.splitlines()
+        ddp, inside, sharded, composable, replicated, accelerated = said.splitlines()
         assert "'model' is wrapped in DistributedDataParallel" in ddp
         assert "give Trainer the module in it, model.module." in ddp
         assert "'model.0' is wrapped in DistributedDataParallel" in inside
         assert "'model' is wrapped in FSDPModule" in sharded
+        assert "'model' is wrapped in DDP, " in composable
+        assert "give Trainer the model as it was before replicate." in composable
         assert "replicate sums the gradient of 'model.weight' over ranks already" in replicated
         assert "optimizer is an AcceleratedOptimizer, which decides itself when to step" in accelerated

@@ -8,6 +8,7 @@ __all__ = ["is_distributed", "wrapper_of"]
 
 _WRAPPERS = {
     ("torch", "DistributedDataParallel"): "the module in it, {name}.module",
+    ("torch", "DDP"): "the model as it was before replicate",  # torch.distributed._composable.replicate
     ("torch", "DataParallel"): "the module in it, {name}.module, and start a rank for each device",
     ("torch", "FullyShardedDataParallel"): "the model as it was before it was sharded",
     ("torch", "FSDPModule"): "the model as it was before fully_shard",
