@@ -34,12 +34,21 @@ __all__ = [
     "describe_optimizers",
     "describe_row_updates",
     "describe_schedulers",
+    "describe_settings",
     "describe_system",
     "describe_trained",
     "hyperparameters",
     "plain",
+    "settings_of",
 ]
 
+_SETTINGS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.modules.dropout._DropoutNd: ("p",),
+    nn.modules.batchnorm._NormBase: ("momentum", "eps"),
+    nn.MultiheadAttention: ("dropout",),
+    nn.RNNBase: ("dropout",),
+}
+"""The attributes of torch's modules that loops change in mid-run."""
 
 PLAIN = frozenset({bool, int, float, str, type(None)})
 """The types of values whose `repr` says all."""
@@ -91,6 +100,8 @@ def describe_models(modules: Mapping[str, nn.Module]) -> Document:
         "the names of the model's buffers": list(buffers),
         **{f"buffer {name!r}": _form(buffer) for name, buffer in buffers.items()},
         **describe_modes(modules),
+        **describe_settings(modules),
+        **_describe_other_settings(modules),
         **describe_row_updates(modules),
     }
 
@@ -107,13 +118,33 @@ def describe_trained(modules: Mapping[str, nn.Module]) -> Document:
 
 def describe_modes(modules: Mapping[str, nn.Module]) -> Document:
     """Describe which modules are in training mode."""
-    return {
-        f"the mode of {(prefix + plain_name(name)).rstrip('.') or 'the model'!r} ({type(module).__name__})": (
-            "training" if module.training else "evaluation"
-        )
+    return {f"the mode of {name}": "training" if m.training else "evaluation" for name, m in _named(modules)}
+
+
+def settings_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's attributes that `describe_settings` describes."""
+    return next((names for kind, names in _SETTINGS.items() if isinstance(module, kind)), ())
+
+
+def describe_settings(modules: Mapping[str, nn.Module]) -> Document:
+    """Describe the settings of torch's modules that loops change, such as the rate of a Dropout."""
+    return {f"{key} of {name}": plain(vars(m).get(key)) for name, m in _named(modules) for key in settings_of(m)}
+
+
+def _describe_other_settings(modules: Mapping[str, nn.Module]) -> Document:
+    """Describe all other modules of torch as they print themselves."""
+    of_torch = [(name, m) for name, m in _named(modules) if type(m).__module__.startswith("torch.nn.modules.")]
+    told = {f"what {name} was made with": m.extra_repr() for name, m in of_torch if not settings_of(m)}
+    return {key: value for key, value in told.items() if value}
+
+
+def _named(modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Return all modules, each with its name and class."""
+    return [
+        (f"{(prefix + plain_name(name)).rstrip('.') or 'the model'!r} ({type(module).__name__})", module)
         for prefix, root in modules.items()
         for name, module in root.named_modules()
-    }
+    ]
 
 
 def describe_optimizers(optimizers: Mapping[str, Optimizer], names: Mapping[int, str]) -> Document:

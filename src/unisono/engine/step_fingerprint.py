@@ -1,8 +1,8 @@
 """The facts that must be equal on all ranks in a step, and in other calls of a run, as one number and in words.
 
-A loop may change hyperparameters, freeze and add parameters and switch modules between training and evaluation, and
-must do the same on every rank. Each step computes the number again, nearly always from the same objects as before: that
-is recognized by their identity, which costs a few microseconds.
+A loop may change hyperparameters, freeze and add parameters, switch modules between training and evaluation and set the
+rate of a Dropout, and must do the same on every rank. Each step computes the number again, nearly always from the same
+objects as before: that is recognized by their identity, which costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from unisono.engine.description import (
     PLAIN,
     describe_groups,
     describe_modes,
+    describe_settings,
     describe_trained,
     hyperparameters,
+    plain,
+    settings_of,
 )
 from unisono.engine.model_contents import parameter_names
 from unisono.mismatch import CALL, Document
@@ -61,11 +64,12 @@ class StepFingerprint:
         self._trained: Trained | None = None
         self._fixed = b""
         self._values: list[Any] = []
-        """The values of all parameter groups, including the lists of their parameters."""
+        """The values of all parameter groups, including the lists of their parameters, and settings of modules."""
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._members: list[nn.Module] = []
         self._modes: list[bool] = []
+        self._settings: list[tuple[dict[str, Any], str]] = []
         self._base = 0
 
     def intent(self, trained: Trained, *, epoch: int, step: int, call: int, options: str = "") -> StepDescription:
@@ -78,8 +82,7 @@ class StepFingerprint:
             call: Counts the steps taken with its batch before.
             options: How the step differs from a plain one.
         """
-        groups = chain.from_iterable(map(_groups_of, self._optimizers.values()))
-        values = [*chain.from_iterable(map(dict.values, groups))]
+        values = self._present()
         modes = list(map(_mode_of, self._members))
         if (
             trained is not self._trained
@@ -98,12 +101,22 @@ class StepFingerprint:
         if trained is not self._trained:
             self._members = [m for module in self._modules.values() for m in module.modules()]
             modes = list(map(_mode_of, self._members))
+            self._settings = [(vars(module), key) for module in self._members for key in settings_of(module)]
+            values = self._present()
             self._fixed = _digest(repr((self._name, trained.names)).encode())
         self._trained, self._values, self._modes = trained, values, modes
         self._tensors = [value for value in values if type(value) not in PLAIN and isinstance(value, Tensor)]
         self._versions = [*map(_version_of, self._tensors)]
         groups = [(len(group["params"]), hyperparameters(group)) for group in self._groups()]
-        self._base = _number(self._fixed + bytes(modes) + repr(groups).encode())
+        settings = [plain(attributes.get(key)) for attributes, key in self._settings]
+        self._base = _number(self._fixed + bytes(modes) + repr((groups, settings)).encode())
+
+    def _present(self) -> list[Any]:
+        """Return the values of all parameter groups and settings."""
+        groups = chain.from_iterable(map(_groups_of, self._optimizers.values()))
+        values = [*chain.from_iterable(map(dict.values, groups))]
+        values += [attributes.get(key) for attributes, key in self._settings]
+        return values
 
     def _document(self, epoch: int, step: int, call: int, options: str) -> Document:
         given = (f", optimizer={self._name!r}" if self._name else "") + options
@@ -115,6 +128,7 @@ class StepFingerprint:
             **self._describe_groups(),
             **describe_trained(self._modules),
             **describe_modes(self._modules),
+            **describe_settings(self._modules),
         }
 
     def _groups(self) -> list[dict[str, Any]]:

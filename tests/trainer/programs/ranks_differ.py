@@ -138,6 +138,16 @@ def frozen_norm(given):
 
 
 @start
+def another_momentum(given):
+    given["model"].norm.momentum = 0.5
+
+
+@start
+def another_padding(given):
+    given["model"].table.padding_idx = 2
+
+
+@start
 def another_dtype(given):
     given["model"].last.double()
 
@@ -299,6 +309,11 @@ def added_group(run):
 def norm_in_evaluation(run):
     run.model.norm.eval()
     return run.model.norm.train
+
+
+@change()
+def momentum(run):
+    return put(vars(run.model.norm), "momentum", 0.5)
 
 
 @change()
