@@ -43,7 +43,7 @@ AT_THE_START = {
     "frozen_parameter": "requires_grad of 'first.bias' is True on rank 0 and False on rank 1",
     "frozen_norm": r"the mode of 'norm' \(BatchNorm1d\) is 'training' on rank 0 and 'evaluation' on rank 1",
     "another_momentum": r"momentum of 'norm' \(BatchNorm1d\) is 0.1 on rank 0 and 0.5 on rank 1",
-    "another_padding": r"what 'table' \(Embedding\) was made with is '5, 4' on rank 0 and '5, 4, padding_idx=2' on rank 1",
+    "another_padding": r"what 'table' \(Embedding\) was made with is '5, 4' on rank 0 and '5, 4, padding_idx=2' on",
     "another_dtype": r"parameter 'last.weight' is 'float32 \[3, 8\]' on rank 0 and 'float64 \[3, 8\]' on rank 1",
     "other_strides": r"parameter 'first.weight' is 'float32 \[8, 6\]' on rank 0 and 'float32 \[8, 6\] with strides",
     "sparse_table": r"sparse gradients are 0 on rank 0 and 1 on rank 1 \('table.weight' is not on all\)",

@@ -255,6 +255,8 @@ def test_a_batch_is_for_step_and_says_so():
         _x, _y = batch
     with pytest.raises(TypeError, match=r"no entry 0: .* Pass it to trainer\.step"):
         batch[0]
+    with pytest.raises(AttributeError, match=r"no attribute 'to': .* Pass it to trainer\.step"):
+        batch.to("cpu")
     with pytest.raises(TypeError, match=r"loss_fn is a tensor: give trainer.step\(loss_fn, batch\) the func"):
         trainer.step(torch.ones(1), batch)
     assert len(batch) == 8
@@ -285,6 +287,9 @@ def test_models_that_another_wraps_or_shards_are_refused():
         make_trainer(handle)
     with pytest.raises(TypeError, match=r"call the model\. model = replicate\(model\) loses it"):
         handle(torch.ones(4))
+    with pytest.raises(AttributeError, match=r"no attribute 'parameters': .*use the model\. model = repl"):
+        handle.parameters()
+    assert not hasattr(handle, "train") and not hasattr(handle, "__wrapped__")
 
 
 WRAPPED = """

@@ -67,6 +67,10 @@ class Batch:
     def __getitem__(self, key: object) -> NoReturn:
         raise TypeError(f"a batch of unisono has no entry {key!r}: {_REMEDY}")
 
+    def __getattr__(self, name: str) -> NoReturn:
+        message = f"a batch of unisono has no attribute {name!r}"
+        raise AttributeError(message if name.startswith("_") else f"{message}: {_REMEDY}")
+
     @property
     def micro_batches(self) -> Iterator[Any]:
         """This rank's micro-batches, as collate_fn returned them."""

@@ -61,9 +61,9 @@ def _lay_out_state(optimizer: Optimizer) -> None:
     torch's fused kernels take the elements of both in the order of memory, also after `model.to(memory_format=...)`, or
     after a state from elsewhere was loaded.
     """
-    groups = (group for part in parts_of(optimizer) for group in part.param_groups if group.get("fused"))
-    for p in (p for group in groups for p in group["params"] if p.dim() > 1):
-        strides, state = p.stride(), optimizer.state.get(p, {})
+    fused = ((part, group) for part in parts_of(optimizer) for group in part.param_groups if group.get("fused"))
+    for part, p in ((part, p) for part, group in fused for p in group["params"] if p.dim() > 1):
+        strides, state = p.stride(), part.state.get(p, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.stride() != strides and value.shape == p.shape:
                 state[key] = torch.empty_strided(p.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

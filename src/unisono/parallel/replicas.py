@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +28,7 @@ from unisono.parallel.comm_hooks import CommHook, hook_and_state
 from unisono.parallel.gradient_bucket import Parameter, bytes_of_mb
 from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.model_agreement import broadcast_values, check_given, check_same_model, check_same_values
+from unisono.parallel.model_handle import ModelHandle
 from unisono.parallel.reducer import Reducer, ReducerSettings
 from unisono.parallel.remote_module import RemoteModule
 from unisono.parallel.replicated_models import Models, named_models, parameters_of, tensors_of_model
@@ -142,11 +143,13 @@ def replicate(
     return replicas
 
 
-class Replicas:
+class Replicas(ModelHandle):
     """The handle of the models of one `replicate` call.
 
     After `close`, methods that work on the models raise a `UnisonoError`.
     """
+
+    _made_by = "replicas = replicate(model)"
 
     def __init__(
         self,
@@ -162,17 +165,6 @@ class Replicas:
         self._reducers: list[Reducer] = []
         self._paused = 0
         self._closed = False
-
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse the call: the handle is not a model.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(
-            "replicate() returns a handle and leaves the model as it is: keep both, as in replicas = replicate(model), "
-            "and call the model. model = replicate(model) loses it."
-        )
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -17,6 +17,7 @@ from unisono.engine.model_contents import plain_name
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, dense_strides, global_norm, in_memory_order
 from unisono.engine.staged import SharedParameterCopies
 from unisono.errors import RankMismatchError
+from unisono.parallel.model_handle import ModelHandle
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.pipeline.leaves import flatten
@@ -74,13 +75,15 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
     return PipelineStages(model, pipeline, world)
 
 
-class PipelineStages:
+class PipelineStages(ModelHandle):
     """The stages of a model. `cut` makes it.
 
     Each rank computes the gradients of its own stages alone. So an optimizer of all parameters, with a copy on each
     rank, updates those and leaves the others, which have none. Gradients, losses and buffers are those of one rank to
     the bit.
     """
+
+    _made_by = "stages = cut(model, pipeline)"
 
     def __init__(self, model: nn.Module, pipeline: Pipeline, world: World) -> None:
         self._model = model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from unisono.arguments import choice, real, whole
 from unisono.engine.gradient_hooks import watchers_of
 from unisono.parallel.device_names import as_device
+from unisono.parallel.model_handle import ModelHandle
 from unisono.parallel.placed.device_map import DeviceMap, map_devices, named_tensors
 from unisono.parallel.placed.forward import (
     LAYOUT,
@@ -275,22 +276,13 @@ def _hooks_of(module: nn.Module) -> list[int]:
     return [key for key, hook in hooks if isinstance(hook, EnterLayer | LeaveLayer)]
 
 
-class PlacedModel:
+class PlacedModel(ModelHandle):
     """The handle of a model whose layers are on several devices. `place` makes it."""
+
+    _made_by = "placed = place(model, ...)"
 
     def __init__(self, model: nn.Module, layout: Placed, shares: tuple[float, ...] | None) -> None:
         self._model, self._layout, self._shares = model, layout, shares
-
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse the call: the handle is not a model.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(
-            "place() returns a handle and leaves the model as it is: keep both, as in placed = place(model, ...), and "
-            "call the model. model = place(model, ...) loses it."
-        )
 
     @property
     def devices(self) -> list[torch.device]:

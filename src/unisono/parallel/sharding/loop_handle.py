@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pickle import UnpicklingError
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from unisono.collectives.world import World
 from unisono.engine.step_fingerprint import intent_of_call
 from unisono.errors import CheckpointError, RankMismatchError, UnisonoError
 from unisono.mismatch import by_value
+from unisono.parallel.model_handle import ModelHandle
 from unisono.parallel.sharding.divided_model import Caller, DividedModel
 from unisono.parallel.sharding.gathering import gather_state
 from unisono.parallel.sharding.loop_guards import LoopGuards
@@ -49,11 +50,13 @@ _ERRORS_OF_FILES = (TypeError, ValueError, CheckpointError, OSError, RuntimeErro
 """Errors that reading parts may raise."""
 
 
-class Sharded:
+class Sharded(ModelHandle):
     """The handle of a model that `shard` has divided.
 
     Every rank calls `step`, `no_grad` and `whole`, in the same order. It lives as long as the optimizers.
     """
+
+    _made_by = "sharded = shard(model, optimizer)"
 
     def __init__(self, model: nn.Module, arguments: LoopArguments, world: World) -> None:
         self._model, self._optimizers, self._world = model, arguments.optimizers, world
@@ -71,17 +74,6 @@ class Sharded:
         self._find_trained(None)
         if self._division is not None:
             self._division.divide()
-
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuse the call: the handle is not a model.
-
-        Raises:
-            TypeError: Always.
-        """
-        raise TypeError(
-            "shard() returns a handle and leaves the model as it is: keep both, as in sharded = shard(model, "
-            "optimizer), and call the model. model = shard(model, optimizer) loses it."
-        )
 
     @property
     def world_size(self) -> int:
