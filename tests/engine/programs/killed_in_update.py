@@ -128,6 +128,10 @@ OPTIMIZERS = {
 MODELS = {"small": Small, "large": Large, "one": One, "table": Table, "tables": Tables}
 
 
+WAITS = {"late", "wait", "barrier", "_wait", "observed", "run_deferred", "wait_for_semaphore", "sleep"}
+"""Functions that take more lines in one step than in the next, by how late the other ranks are."""
+
+
 class Killer(TorchDispatchMode):
     """Counts the moments of an update, and kills this process at one of them."""
 
@@ -141,7 +145,7 @@ class Killer(TorchDispatchMode):
 
     def trace(self, frame, event, _):
         name = frame.f_code.co_filename
-        if "unisono/engine/" not in name or frame.f_code.co_name in {"late", "wait", "barrier"}:
+        if "unisono/engine/" not in name or frame.f_code.co_name in WAITS:
             return None
         if event == "line" and self.passes():
             os.kill(os.getpid(), signal.SIGKILL)
