@@ -192,6 +192,7 @@ def serve() -> str:
     gc.freeze()
     if not (found := _serve()):
         return ""
+    torch.set_num_threads(1)  # a forked process makes its pool anew, which several threads must not do at once
     _become(found)
     source = _source(Path(sys.argv[0]))
     if "mp.spawn(" in source:

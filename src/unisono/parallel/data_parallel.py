@@ -86,6 +86,9 @@ class DataParallel:
         if len(self.devices) > 1:
             refuse_remote(module, "DataParallel", "use the module that is on this rank")
             _check_copyable(module)
+            # In a forked process, torch makes its pool of threads anew at the first use, and fails ("Invalid thread
+            # pool!") if the threads of replicas are the first to use it, at the same time.
+            torch.set_num_threads(torch.get_num_threads())
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Compute `module(*inputs, **kwargs)` on all devices, or the loss if the first of two inputs is a function.
