@@ -103,6 +103,13 @@ class ShardedEngine(GradientAccumulation):
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`. The model is divided already."""
+        for unit in self._division.units:
+            if (name := unit.converted()) is not None:
+                raise UnisonoError(
+                    f"parameter {name!r} has got another type, other strides or other memory since the model was "
+                    "divided over ranks, as by model.to(...), half() or p.data = ...: ranks keep parts of what it was. "
+                    "Convert the model before it is divided."
+                )
         if trained is not self._given:
             self._build(trained)
         self._begin(step, self._layouts.of(leaves))

@@ -218,6 +218,22 @@ class ShardedUnit:
         return found
 
     @torch.no_grad()
+    def converted(self) -> str | None:
+        """Return the name of a parameter that has got another type, other strides or other memory; None if none has.
+
+        So do `model.to(...)` and `p.data = ...`. Where the parameters are apart, what they have got is dropped.
+        """
+        if self._grid.keeps_weights:
+            forms = zip(self.names, self.parameters, self._whole, strict=True)
+            pairs = zip(forms, self.strides, strict=True)
+            return next((n for (n, p, f), own in pairs if p.dtype != f.dtype or dense_strides(p) != own), None)
+        found, memory = None, self._whole if self.is_together else self._apart
+        for name, p, own in zip(self.names, self.parameters, memory, strict=True):
+            if p.untyped_storage()._cdata != own.untyped_storage()._cdata:
+                p.data, found = own, found or name
+        return found
+
+    @torch.no_grad()
     def join(self, columns: Sequence[Tensor]) -> None:
         """Give the parameters memory, and fill it.
 

@@ -22,6 +22,8 @@ from unisono.engine.staged.stage_map import StageMap, StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
+from unisono.engine.update import update_whole
+from unisono.errors import UnisonoError
 
 __all__ = ["StagedEngine"]
 
@@ -46,12 +48,16 @@ class StagedEngine:
         """The engine of each stage of this rank."""
         self._given = Trained((), ())
         self._own: dict[int, Trained] = {}
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._forms = {id(p): (p.dtype, p.stride()) for p in parameters}
+        """The type and the strides of each parameter, on which the plan of messages depends."""
         self._shared = SharedParameterCopies(ranks, StageMap({}, {}), {})
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
         if trained is not self._given:
             self._divide(trained)
+        self._refuse_conversions(trained)
         for p in trained.parameters:
             p.grad = None
         for stage, engine in self.stages.items():
@@ -115,10 +121,7 @@ class StagedEngine:
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights of the stages of this rank, and send those that other stages use as well; see `Engine`."""
         self._ownership.whole = "nowhere"
-        if scaler is None:
-            self._optimizer.step()
-        else:
-            scaler.step(self._optimizer)
+        update_whole(self._optimizer, scaler)
         self._shared.send()
 
     def close(self) -> None:
@@ -146,6 +149,19 @@ class StagedEngine:
             self._own[stage] = Trained(tuple(name for name, _ in own), tuple(p for _, p in own))
         self._shared = SharedParameterCopies(self._ranks, known, dict(pairs))
         self._given = trained
+
+    def _refuse_conversions(self, trained: Trained) -> None:
+        """Refuse parameters of another type or of other strides than they had: on all ranks, whoever has them.
+
+        Those of other stages are apart, with strides of zero.
+        """
+        for name, p in zip(trained.names, trained.parameters, strict=True):
+            strides, (dtype, own) = p.stride(), self._forms.setdefault(id(p), (p.dtype, p.stride()))
+            if p.dtype is not dtype or (strides != own and any(strides)):
+                raise UnisonoError(
+                    f"parameter {name!r} has got another type or other strides since the Trainer was made, as by "
+                    "model.to(...): stages have agreed on what they send each other. Convert the model before."
+                )
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> None:
         """Divide by the scale, and note on all stages whether the gradient of any one overflowed."""
