@@ -78,9 +78,11 @@ DRAWN = [
     [(3, "collective", "stopped"), (2, "auto", "resumed")],
     [(3, "auto", "whole")],
     [(2, "collective", "whole")],
-    [(4, "auto", "stopped"), (1, "auto", "resumed")],
+    [(4, "auto", "whole")],
 ]
-"""The runs of each fixed group beside that on one rank, with all engines, phases and numbers of ranks among them."""
+"""The runs of each fixed group beside that on one rank, with all engines, phases and numbers of ranks among them.
+
+Others, such as to go on with one rank, are met by the many."""
 
 
 @pytest.mark.parametrize("seeds", FIXED, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")

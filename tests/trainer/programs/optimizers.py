@@ -40,7 +40,7 @@ def loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-def train(optimizer, model=None, *, steps=4, schedule=None, **options):
+def train(optimizer, model=None, *, steps=3, schedule=None, **options):
     model = model or Net()
     optimizer = optimizer(model.parameters())
     scheduler = schedule and schedule(optimizer)
