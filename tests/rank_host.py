@@ -46,6 +46,7 @@ _SHOW_STACKS = signal.SIGRTMAX - 3
 
 _IMPORTED_BY = {
     "sklearn": "sklearn.datasets",
+    "import pytest": "pytest",
     "import torchmetrics": "torchmetrics",
     "import transformers": "transformers.models.llama.modeling_llama",
     "from transformers import": "transformers.models.llama.modeling_llama",
@@ -53,7 +54,7 @@ _IMPORTED_BY = {
     "transformers.T5Config": "transformers.models.t5.modeling_t5",
     "torch.compile(": "torch._inductor.compile_fx",
 }
-"""What scripts with a word in them import that takes each rank half a second or more."""
+"""What scripts with a word in them import that takes each rank long, 0.2 seconds or more."""
 
 
 def _serve() -> dict | None:

@@ -174,9 +174,9 @@ def uneven_batches() -> None:
 
 
 def hooks() -> None:
-    def train(model: nn.Module) -> list[Tensor]:
+    def train(model: nn.Module, steps: int) -> list[Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), 0.05)
-        for step in range(5):
+        for step in range(steps):
             optimizer.zero_grad()
             model(drawn(step, RANK, 5, 8)).square().mean().backward()
             optimizer.step()
@@ -200,7 +200,8 @@ def hooks() -> None:
         if not name.startswith("bf16"):  # DDP refuses those without NCCL, which they do not need
             wrapped.register_comm_hook(powers(None)[0] if name == "PowerSGD" else state_, hook)
         replicas = replicate(model, comm_hook=hook if state_ is None else (state_, hook))
-        for p, q in zip(train(model), train(wrapped), strict=True):
+        steps = 5 if name == "PowerSGD" else 2  # it compresses from the fourth on
+        for p, q in zip(train(model, steps), train(wrapped, steps), strict=True):
             torch.testing.assert_close(p, q, rtol=2e-2, atol=4e-3, msg=lambda m, n=name: f"{n}: {m}")
         replicas.close()
     model = Branches()

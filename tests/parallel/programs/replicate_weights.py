@@ -232,7 +232,7 @@ def nested_backwards(steps: Iterator[Tensor], batches: RankLoader) -> None:
     """A parameter that gets two gradients in one backward, the second after its bucket was sent."""
     model = Mixed()
     replicas = replicate(model, loader=batches, **SMALL)
-    for _ in range(3):
+    for _ in range(2):
         x = next(steps)
         model.zero_grad()
         model(x, again=True).backward()
