@@ -60,10 +60,17 @@ print("well")
 """
 
 
-@pytest.mark.parametrize("asked", [[], ["gloo"], ["cpu:gloo,cuda:nccl"]])
-def test_every_way_to_ask_leads_to_shared_memory(run_ranks, asked: list[str]):
-    flags = ["--cpu-backend", "shm", *(["--start-method", "spawn"] if not asked else [])]
-    job = run_ranks(2, _ASKS, *asked, flags=flags)
+@pytest.mark.parametrize(
+    ("asked", "start"),
+    [
+        ([], "fork"),
+        (["gloo"], "fork"),
+        (["cpu:gloo,cuda:nccl"], "fork"),
+        pytest.param([], "spawn", marks=pytest.mark.soak),  # fresh interpreters: see test_process_group.py, too
+    ],
+)
+def test_every_way_to_ask_leads_to_shared_memory(run_ranks, asked: list[str], start: str):
+    job = run_ranks(2, _ASKS, *asked, flags=["--cpu-backend", "shm", "--start-method", start])
     assert job.lines(0) == job.lines(1) == ["well"]
 
 
