@@ -19,7 +19,7 @@ from unisono.report.source import open_run
 
 PROGRAM = Path(__file__).parent / "programs" / "tables.py"
 SOME = ("Adam", "resumed", "aborted", "divided and clipped", "full", "dynamic and clipped")
-REST = ("SGD", "Adagrad", "clipped", "resumed", "aborted", "read", "divided", "divided and clipped", "full", "dynamic")
+REST = ("SGD", "Adagrad", "clipped", "resumed", "aborted", "read", "divided", "dynamic")
 DATA = TensorDataset(torch.arange(120).view(40, 3) ** 2 % 17, torch.arange(40) % 3)
 
 
