@@ -32,7 +32,7 @@ def on_one_rank(fork_python):
 @pytest.mark.parametrize(
     ("ranks", "layout", "names"),
     [
-        (4, "replicas", ["fp16"]),
+        (2, "block", ["fp16"]),
         pytest.param(2, "stages2", ["fp16"], marks=pytest.mark.soak),  # as test_cut_models.py has it, for fewer steps
         *(
             pytest.param(ranks, layout, ["float32", "bf16", "fp16", "llama"], marks=pytest.mark.soak)
