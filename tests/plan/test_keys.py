@@ -33,6 +33,7 @@ def test_points_that_read_alike_have_different_keys(left, right):
     assert derive_key(*left) != derive_key(*right)
 
 
+@pytest.mark.soak  # the test of versions has the same key in a process whose hashes are salted, too
 def test_key_is_the_same_in_every_process():
     # A hash that is salted per process, as Python's own is, would give every rank another key.
     code = "from unisono.plan import derive_key; print(derive_key(3, 'model', 1, 4))"

@@ -10,9 +10,9 @@ PROGRAM = Path(__file__).parent / "programs" / "divided.py"
 RESUMABLE = PROGRAM.with_name("divided_resumable.py")
 SOME = ("fp16", "residual", "u_net", "frozen", "wide")
 OTHERS = ("mlp", "bf16", "language_model", "checkpointed", "wandering", "wide")
-# Each model meets one way in make test, and all of them in the soak.
+# Each model meets one way in make test, but for one of another precision, and all of them in the soak.
 CHOSEN = [
-    (2, "block", ("fp16", "bf16", "language_model")),
+    (2, "block", ("bf16", "language_model")),  # for fp16 see test_twenty_steps.py
     (3, "named", ("mlp",)),
     (2, "joined", ("checkpointed",)),
     (3, "size", ("u_net",)),
