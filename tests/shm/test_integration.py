@@ -17,7 +17,8 @@ def test_training_over_shared_memory_gives_the_bits_of_gloo(run_ranks, tmp_path)
     for backend, made_by in (("gloo", "ProcessGroup"), ("shm", "ProcessGroupShm")):
         folder = tmp_path / backend
         folder.mkdir()
-        job = run_ranks(2, _PROGRAM, folder, flags=["--cpu-backend", backend])
+        flags = ["--cpu-backend", backend, "--preload", "torch.distributed.pipelining"]  # imports most, once for both
+        job = run_ranks(2, _PROGRAM, folder, flags=flags)
         for rank in (0, 1):
             *lines, last = job.lines(rank)
             assert last == f"made by {made_by}"
