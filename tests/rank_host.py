@@ -47,12 +47,14 @@ _SHOW_STACKS = signal.SIGRTMAX - 3
 _IMPORTED_BY = {
     "sklearn": "sklearn.datasets",
     "import pytest": "pytest",
+    "sklearn.linear_model": "sklearn.linear_model",
     "import torchmetrics": "torchmetrics",
     "import transformers": "transformers.models.llama.modeling_llama",
     "from transformers import": "transformers.models.llama.modeling_llama",
     "import BertConfig": "transformers.models.bert.modeling_bert",
     "transformers.T5Config": "transformers.models.t5.modeling_t5",
     "torch.compile(": "torch._inductor.compile_fx",
+    "torch.compile": "torch.distributed.tensor.experimental",  # dynamo looks there when it traces a module
 }
 """What scripts with a word in them import that takes each rank long, 0.2 seconds or more."""
 
