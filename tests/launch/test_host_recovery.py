@@ -12,6 +12,7 @@ from host_network import Hosts, finish
 from host_training import EARLY, await_line, go_on, hold, sha_of, write
 
 
+@pytest.mark.soak  # as beside another rank, and as by a spare where each host has one rank
 def test_a_killed_rank_is_replaced_on_its_host(hosts, calm_sha):
     jobs = hosts.run(write(hosts), "0.01", "1", ranks=1)
     assert [job.returncode for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr

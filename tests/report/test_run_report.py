@@ -45,12 +45,27 @@ def browser(tmp_path_factory):
     found.close()
 
 
-@pytest.mark.parametrize("state", written_runs.STATES)
-def test_a_page_is_whole_in_a_browser(browser, tmp_path, state):
+WINDOWS = ((400, False), (1280, True), (2560, False))  # widths, and whether it is dark
+
+
+@pytest.mark.parametrize(
+    ("state", "windows"),
+    [
+        *(
+            pytest.param(state, WINDOWS if state in {"finished", "many_ranks", "nasty"} else WINDOWS[:1], id=state)
+            for state in written_runs.STATES
+        ),
+        *(
+            pytest.param(state, WINDOWS, id=f"{state} in all windows", marks=pytest.mark.soak)
+            for state in written_runs.STATES
+        ),
+    ],
+)
+def test_a_page_is_whole_in_a_browser(browser, tmp_path, state, windows):
     page = tmp_path / "page.html"
     document = open_run(written_runs.STATES[state](tmp_path / state))
     page.write_text(render_page(document, read_thumbnails(document, tmp_path / state)))
-    for width, dark in ((400, False), (1280, True), (2560, False)):
+    for width, dark in windows:
         browser.open(page, width=width, dark=dark)
         assert browser.problems == []
         assert browser.requests == [page.resolve().as_uri()]

@@ -155,7 +155,7 @@ def recovered(folder: Path) -> Path:
     return log.close()
 
 
-def many_steps(folder: Path, steps: int = 20_000) -> Path:
+def many_steps(folder: Path, steps: int = 5_000) -> Path:
     log = Log(folder)
     log.epoch(0, first=0, steps=steps, epochs=1)
     for step in range(1, steps + 1):
