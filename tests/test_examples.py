@@ -43,7 +43,7 @@ RECIPES = {
     ),
     # 0.5 is what knowing nothing gives, and 0.86 what knowing the true probabilities would.
     "click_through": (
-        ["--samples", 2000, "--users", 20, "--items", 10, "--epochs", 2, "--batch-size", 128, "--dim", 8],
+        ["--samples", 2000, "--users", 20, "--items", 10, "--epochs", 2, "--batch-size=256", "--rate=0.15", "--dim=8"],
         r"AUC: (0\.\d{4})",
         (0.65, 0.88),
     ),

@@ -230,9 +230,10 @@ MEET = """
     [
         ("sys.exit(3)", 3, "rank 1 exited with code 3"),
         ("raise ValueError('bad batch')", 1, "rank 1 failed: ValueError: bad batch"),
-        ("os._exit(4)", 4, "rank 1 exited with code 4"),
-        ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
-        ("ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV"),
+        # test_faults has these ends in the short suite.
+        pytest.param("os._exit(4)", 4, "rank 1 exited with code 4", marks=pytest.mark.soak),
+        pytest.param("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL", marks=pytest.mark.soak),
+        pytest.param("ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV", marks=pytest.mark.soak),
     ],
 )
 def test_the_cause_is_named_and_its_code_returned(warm_launcher, fault, code, said):

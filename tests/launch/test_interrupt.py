@@ -173,7 +173,7 @@ def temporary(launcher):
         (signal.SIGINT, 130, "interrupted"),
         (signal.SIGTERM, 143, "SIGTERM received"),
         (signal.SIGHUP, 129, "SIGHUP received"),
-        (signal.SIGQUIT, 131, "SIGQUIT received"),
+        pytest.param(signal.SIGQUIT, 131, "SIGQUIT received", marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.usefixtures("temporary")

@@ -33,7 +33,7 @@ def notes(result):
     [
         ("raise ValueError('bad batch')", "rank 1 failed: ValueError: bad batch"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 was killed by SIGKILL"),
-        ("os._exit(7)", "rank 1 exited with code 7"),
+        pytest.param("os._exit(7)", "rank 1 exited with code 7", marks=pytest.mark.soak),
     ],
 )
 def test_ranks_meet_afresh_after_a_failure(warm_launcher, fault, words):

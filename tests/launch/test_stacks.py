@@ -182,7 +182,10 @@ def test_a_process_that_has_ended_has_no_stacks(start, dump):
     assert read_state(process.pid).state == "ended"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGSEGV, *(pytest.param(other, marks=pytest.mark.soak) for other in (signal.SIGABRT, signal.SIGBUS))],
+)
 def test_a_crash_leaves_its_stack(start, dump, signum):
     process = start(f"import os\ndef crash():\n    os.kill(os.getpid(), {int(signum)})\nprint(flush=True)\ncrash()\n")
     process.wait()

@@ -68,7 +68,7 @@ ENDS = (
         first="{last} was killed by SIGKILL",
         details=("No counter of the kernel speaks for a lack of memory",),
         codes=(137,),
-        ranks=(1, 4),
+        ranks=(4,),
     ),
     Fault(
         name="sigsegv",

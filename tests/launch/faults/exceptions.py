@@ -101,7 +101,7 @@ EXCEPTIONS = (
         """,
         first="rank 0 failed: AssertionError: total is 2",
         details=("{here} in check",),
-        ranks=(1, 4),
+        ranks=(4,),
     ),
     Fault(
         name="data-loader-worker",
@@ -126,7 +126,7 @@ EXCEPTIONS = (
             "asked for at script.py:",
             "for batch in DataLoader",
         ),
-        ranks=(3,),
+        ranks=(2,),
     ),
     Fault(
         name="backward-hook",

@@ -33,7 +33,7 @@ HANGS = (
         first=_WAITED,
         details=("{last}: computing", "in search", "ending the job"),
         least_ranks=2,
-        ranks=(3,),
+        ranks=(2,),
     ),
     Fault(
         name="sigstop",
@@ -87,7 +87,7 @@ HANGS = (
         first="{others} {have} waited ",
         details=(" in Trainer.step for {last}", "{here}"),
         least_ranks=2,
-        ranks=(3,),
+        ranks=(2,),
     ),
     Fault(
         name="mismatched-collectives",
