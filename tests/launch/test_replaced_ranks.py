@@ -102,7 +102,9 @@ print(os.getpid() == pid, link.is_new, *link.membership()[:2], flush=True)
     assert log.read_text().splitlines() == ["first", "True True 1 (1,)"]
 
 
-@pytest.mark.parametrize("dying", [(0, 2), (1, 2, 3)], ids=["two", "all but one"])
+@pytest.mark.parametrize(
+    "dying", [pytest.param((0, 2), id="two", marks=pytest.mark.soak), pytest.param((1, 2, 3), id="all but one")]
+)
 def test_ranks_that_die_together_are_replaced(run, dying):
     program = f"""
 begin()

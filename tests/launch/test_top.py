@@ -161,7 +161,7 @@ def test_a_terminal_of_any_size_shows_what_fits_and_is_left_as_it_was(warm_launc
 
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 8])
 def test_a_few_ranks_fit_a_terminal_without_scrolling(warm_launcher, tmux, ranks):
     with running(warm_launcher, "-n", str(ranks), "--no-python", shutil.which("sleep"), "1000") as job:
         tmux.do("send-keys", f"{sys.executable} -m unisono top {job.pid}; echo left with $?", "Enter")

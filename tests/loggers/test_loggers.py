@@ -369,7 +369,9 @@ train(trainer, stop=STOP)
 """
 
 
-@pytest.mark.parametrize("end", ["normal", "exception", "launcher", "launcher exception"])
+@pytest.mark.parametrize(
+    "end", ["normal", "exception", pytest.param("launcher", marks=pytest.mark.soak), "launcher exception"]
+)
 def test_nothing_is_lost_when_the_process_exits(end, tmp_path, monkeypatch, run_ranks, fork_ranks):
     monkeypatch.chdir(tmp_path)
     script = EXIT.format(folder=str(Path(__file__).parent)).replace("STOP", "17" if "exception" in end else "None")
