@@ -173,7 +173,7 @@ def test_a_script_that_goes_another_way_in_a_new_process_is_told_so(run_ranks, c
     assert ("rank 1 ended while rank 0 still needed it" in job.said) == (case == "count")
 
 
-@pytest.mark.parametrize("case", ["batch", "path", pytest.param("late", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("case", ["batch", *(pytest.param(case, marks=pytest.mark.soak) for case in ("path", "late"))])
 def test_a_job_whose_ranks_cannot_be_replaced_starts_again_as_a_whole(run_ranks, tmp_path, case):
     (tmp_path / "died").touch()
     expected = run_ranks(2, PROGRAM, case, "shared", tmp_path).lines()

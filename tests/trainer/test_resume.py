@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import random
-import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -64,19 +63,16 @@ def test_an_error_ctrl_c_or_sigterm_loses_no_step(run_ranks, fork_ranks, tmp_pat
 
 
 def test_stopping_after_any_step_changes_nothing(fork_ranks, tmp_path, expected):
-    """Stopped on purpose, again and again, each time with another number of ranks or engine; saved at the end only."""
+    """Stopped on purpose, again and again, each time with another number of ranks or engine; saved at the end only.
+
+    When it has ended, it does nothing more.
+    """
     for n, steps, engine in [(4, 2, "shared"), (2, 2, "shared"), (1, 7, "auto"), (3, 11, "collective")]:
         args = ["--virtual-ranks", 4, "--steps", steps, "--every", 1000, "--engine", engine]
         job = fork_ranks(n, PROGRAM, tmp_path, *args)
         assert job.lines()[-2].startswith(f"total {steps} ")
     assert finish(fork_ranks, tmp_path, 2) == expected
     assert_each_sample_once(tmp_path / "dealt.txt")
-
-
-def test_a_finished_run_does_nothing_more(fork_ranks, tmp_path, expected):
-    shutil.rmtree(tmp_path, ignore_errors=True)
-    tmp_path.mkdir()
-    assert finish(fork_ranks, tmp_path, 2) == expected
     before = (tmp_path / "dealt.txt").read_text()
     assert finish(fork_ranks, tmp_path, 3) == expected
     assert (tmp_path / "dealt.txt").read_text() == before
