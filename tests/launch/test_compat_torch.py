@@ -45,7 +45,7 @@ def test_rpc_twice_and_a_group_beside_it(warm_launcher):
     assert printed(result.stdout) == {0: ["sum [2.0, 2.0]"] * 2}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_groups_made_and_destroyed_and_made_again(warm_launcher, ranks):
     result = run(warm_launcher, "remade_groups.py", ranks=ranks)
     sums = [f"sum {sum(rank + meeting for rank in range(ranks))}" for meeting in range(4)]
