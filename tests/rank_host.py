@@ -54,7 +54,6 @@ _IMPORTED_BY = {
     "import BertConfig": "transformers.models.bert.modeling_bert",
     "transformers.T5Config": "transformers.models.t5.modeling_t5",
     "torch.compile(": "torch._inductor.compile_fx",
-    "torch.compile": "torch.distributed.tensor.experimental",  # dynamo looks there when it traces a module
 }
 """What scripts with a word in them import that takes each rank long, 0.2 seconds or more."""
 
