@@ -216,7 +216,8 @@ def test_a_killed_launcher_ends_the_job_on_the_other_host(hosts):
     first = finish(jobs[0])
     assert time.monotonic() - begin_s < 8
     assert first.returncode == 1
-    assert "unisono: host 1, host1 (10.97.0.2), its launcher was killed; 1 rank ended" in first.stderr
+    # The rank may have lost its peer and ended before it is ended.
+    assert re.search(r"unisono: host 1, host1 \(10.97.0.2\), its launcher was killed(; 1 rank ended)?\n", first.stderr)
     assert finish(jobs[1]).returncode == -signal.SIGKILL
 
 
