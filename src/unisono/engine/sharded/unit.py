@@ -224,9 +224,8 @@ class ShardedUnit:
         So do `model.to(...)` and `p.data = ...`. Where the parameters are apart, what they have got is dropped.
         """
         if self._grid.keeps_weights:
-            forms = zip(self.names, self.parameters, self._whole, strict=True)
-            pairs = zip(forms, self.strides, strict=True)
-            return next((n for (n, p, f), own in pairs if p.dtype != f.dtype or dense_strides(p) != own), None)
+            forms = zip(self.names, self.parameters, self._whole, self.strides, strict=True)
+            return next((n for n, p, own, strides in forms if p.dtype != own.dtype or p.stride() != strides), None)
         found, memory = None, self._whole if self.is_together else self._apart
         for name, p, own in zip(self.names, self.parameters, memory, strict=True):
             if p.untyped_storage()._cdata != own.untyped_storage()._cdata:
