@@ -1,7 +1,8 @@
 """`Trainer.step` on one NVIDIA GPU against the loop that one would write by hand.
 
 One process, the same micro-batches in pinned memory, copied to the GPU on the clock by both sides; fused AdamW; the
-loss is read once a step, by the Trainer before the update, which it keeps back from a loss that is not finite.
+loss is read once a step, by the Trainer before the update, which it keeps back from a loss that is not finite. Steps
+follow each other as in training: the clock stops when the GPU has finished some of them.
 Convolutions are deterministic on both sides, as a Trainer needs them: what that costs is the row "cuDNN's own choice",
 whose loop leaves the algorithm to cuDNN. Rows with 8 virtual ranks accumulate 8 micro-batches.
 """
@@ -9,7 +10,7 @@ whose loop leaves the algorithm to cuDNN. Rows with 8 virtual ranks accumulate 8
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,7 +64,6 @@ class _GpuLoop(ByHand):
                 losses.append(loss.detach())
             self._optimizer.step()
             mean = torch.stack(losses).sum().item()
-            torch.cuda.synchronize()
         return mean, time.perf_counter() - start
 
 
@@ -75,19 +75,18 @@ def _row(
     ours, peer = TrainerSide(subject, **options), _GpuLoop(subject, autocast=autocast, deterministic=deterministic)
     block = 2 * subject.block
 
+    def timed(step: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        for _ in range(block):
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / block
+
     def ours_in_turn() -> float:
         ours.take()
-        seconds = 0.0
-        for _ in range(block):
-            start = time.perf_counter()
-            ours.step()
-            torch.cuda.synchronize()
-            seconds += time.perf_counter() - start
-        return seconds / block
+        return timed(ours.step)
 
-    pairs = alternate(
-        ours_in_turn, lambda: sum(peer.step(ours.batch)[1] for _ in range(block)) / block, rounds=effort.rounds(20)
-    ).scaled(1e3)
+    pairs = alternate(ours_in_turn, lambda: timed(lambda: peer.step(ours.batch)), rounds=effort.rounds(20)).scaled(1e3)
     shares = f", {virtual_ranks} micro-batches" if virtual_ranks > 1 else ""
     more = (f", {autocast}" if autocast else "") + ("" if deterministic else ", cuDNN's own choice")
     return summarise(

@@ -88,8 +88,8 @@ def test_a_parameter_that_a_forward_pass_writes_is_refused(model, buffers):
 def test_whole_numbers_survive_as_pairs_of_float64(values, dtype):
     value, mean = torch.tensor(values, dtype=dtype), torch.tensor([[0.5, 1.5]])
     vector = BufferVector([value, mean], torch.device("cpu"))
-    total = vector.pack([value, mean], [True, False], leaf=0)
-    total += vector.pack([value, mean], [False, False], leaf=1)
+    first, second = vector.pack([([value, mean], [True, False]), ([value, mean], [False, False])], first=0)
+    total = first.add_(second)
     changed, (whole, average) = vector.unpack(total, leaves=2)
     assert changed == [True, False]
     assert torch.equal(whole.to(dtype), value)

@@ -43,6 +43,7 @@ def test_one_rank_has_one_digest_for_all_divisions(of_one_rank):
     assert len(of_one_rank) > 25
     assert {of_one_rank[way] for way in WHOLE} == {of_one_rank["as whole models"]}
     assert {of_one_rank[way] for way in ("resumed", "resumed from shards")} == {of_one_rank["as whole models"]}
+    assert of_one_rank["tied pipeline"] == of_one_rank["tied"]
     assert of_one_rank["clipped shards"] == of_one_rank["fused"]
     assert of_one_rank["fp16 shards"] == of_one_rank["fp16 whole models"]
 

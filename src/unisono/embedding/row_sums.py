@@ -130,5 +130,8 @@ def add_row_gradients(left: SummedRows, right: SummedRows, shape: torch.Size) ->
 def _summed(indices: Tensor, values: Tensor, shape: torch.Size) -> SummedRows:
     if values.device.type == "cpu" and values.dim() == 2 and values.dtype in (torch.float32, torch.float64):
         return sum_by_row(indices, values.contiguous())
-    summed = torch.sparse_coo_tensor(indices.view(1, -1), values, shape, check_invariants=False).coalesce()
+    checks = torch.sparse.check_sparse_tensor_invariants
+    # Asked for in so many words, or some versions of torch warn of it.
+    with checks(checks.is_enabled()):  # type: ignore[no-untyped-call]
+        summed = torch.sparse_coo_tensor(indices.view(1, -1), values, shape).coalesce()
     return SummedRows(summed._indices()[0], summed._values())

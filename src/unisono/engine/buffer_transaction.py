@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from unisono.collectives.world import World
 from unisono.embedding.tables import lagging
-from unisono.engine.buffer_vector import BufferVector
+from unisono.engine.buffer_vector import BufferVector, LeafValues
 from unisono.engine.model_contents import ModelContents, member_name
 from unisono.engine.node_sums import NodeSum, add
 from unisono.engine.norm_buffers import NormBuffers
@@ -332,20 +332,22 @@ class BufferTransaction:
         sums = []
         for node in layout.nodes[self._world.rank]:
             total = NodeSum(node, add=add)
-            for leaf in range(node.start, node.stop):
-                total.push(leaf, [self._pack(leaf)])
+            leaves = range(node.start, node.stop)
+            vectors = self._places().pack([self._values_of(leaf) for leaf in leaves], first=node.start)
+            for leaf, of_leaf in zip(leaves, vectors, strict=True):
+                total.push(leaf, [of_leaf])
             (vector,) = total.total()
             assert vector is not None
             sums.append(vector)
         return sums
 
-    def _pack(self, leaf: int) -> Tensor:
+    def _values_of(self, leaf: int) -> LeafValues:
         changes, values = self._changes[leaf], []
         for i in self._known:
             value = changes.get(i, self._tracked[i].before)
             assert value is not None
             values.append(value)
-        return self._places().pack(values, [i in changes for i in self._known], leaf=leaf)
+        return values, [i in changes for i in self._known]
 
     def _apply(self, total: Tensor) -> None:
         changed, values = self._places().unpack(total, leaves=self._leaves)

@@ -9,26 +9,36 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from unisono.engine.totals import sent_to
 
-__all__ = ["BufferVector"]
+__all__ = ["BufferVector", "LeafValues"]
 
 _LOW = 0xFFFFFFFF
 
 
-class _Vector(NamedTuple):
+class _LeafVector(NamedTuple):
     """The vector of one leaf and the parts of it."""
 
     all: Tensor
     head: Tensor
     """The flags and the halves of whole numbers, first all high and then all low ones."""
     floating: list[Tensor]
-    """One for each floating-point buffer."""
+    """On the CPU, one for each floating-point buffer."""
+
+
+class _LeafVectors(NamedTuple):
+    """The vectors of some leaves in one matrix."""
+
+    all: Tensor
+    rows: list[_LeafVector]
+
+
+LeafValues: TypeAlias = tuple[Sequence[Tensor], Sequence[bool]]
 
 
 class BufferVector:
@@ -45,6 +55,8 @@ class BufferVector:
         self._floating = [k for k, buffer in enumerate(buffers) if buffer.is_floating_point()]
         self._whole = [k for k, buffer in enumerate(buffers) if not buffer.is_floating_point()]
         self._dtypes = [buffers[k].dtype for k in self._whole]
+        mean_dtypes = {buffers[k].dtype for k in self._floating}
+        self._mean_dtype = mean_dtypes.pop() if len(mean_dtypes) == 1 else torch.float64
         self._widths = [buffers[k].numel() for k in self._floating]
         self._whole_widths = [buffers[k].numel() for k in self._whole]
         # Counters of norm layers, of which a Python number takes less time than a tensor.
@@ -57,40 +69,44 @@ class BufferVector:
         """The place of the first floating-point value."""
         self.numel = self._start + sum(self._widths)
         """The length of the vector."""
-        self._vectors: dict[int, _Vector] = {}
-        """By leaf."""
+        self._memory: dict[tuple[int, int], _LeafVectors] = {}
+        """By the first leaf and their number."""
 
-    def pack(self, values: Sequence[Tensor], changed: Sequence[bool], *, leaf: int) -> Tensor:
-        """Return the vector of one leaf, which is valid until the next step. The caller may write to it.
+    def pack(self, leaves: Sequence[LeafValues], *, first: int) -> list[Tensor]:
+        """Return the vectors of some leaves, which are valid until the next step. The caller may write to them.
 
         Args:
-            values: The leaf's values of the buffers.
-            changed: For each buffer, True if the leaf changed it.
-            leaf: The number of the leaf.
+            leaves: For each leaf, its values of the buffers, and for each buffer True if the leaf changed it.
+            first: The number of the first leaf; the others follow it.
         """
-        vector = self._vectors.get(leaf)
-        if vector is None:
-            vector = self._vectors[leaf] = self._allocate()
+        memory = self._memory.get((first, len(leaves)))
+        if memory is None:
+            memory = self._memory[first, len(leaves)] = self._allocate(len(leaves))
         if self._floating and self._device.type == "cpu":
-            torch._foreach_copy_(vector.floating, [values[k] for k in self._floating])
+            for row, (values, _) in zip(memory.rows, leaves, strict=True):
+                torch._foreach_copy_(row.floating, [values[k] for k in self._floating])
         elif self._floating:  # on a GPU, that would take a kernel for each
-            vector.all[self._start :] = torch.cat([values[k].reshape(-1) for k in self._floating])
-        whole = [] if leaf else [values[k] for k in self._whole]
+            joined = torch.cat([values[k].reshape(-1) for values, _ in leaves for k in self._floating])
+            memory.all[:, self._start :] = joined.view(len(leaves), -1)
+        flags = [changed for _, changed in leaves]
+        whole = [leaves[0][0][k] for k in self._whole] if first == 0 else []
         if self._has_counters_only:
             numbers = [int(value) for value in whole] or [0] * len(self._whole)
-            head = [*changed, *(number >> 32 for number in numbers), *(number & _LOW for number in numbers)]
-            vector.head.copy_(torch.frombuffer(array("d", head), dtype=torch.float64))
-            return vector.all
-        vector.head[: len(changed)] = sent_to(self._device, changed, torch.float64)
+            halves = [*(number >> 32 for number in numbers), *(number & _LOW for number in numbers)]
+            for row, changed in zip(memory.rows, flags, strict=True):
+                row.head.copy_(torch.frombuffer(array("d", [*changed, *halves]), dtype=torch.float64))
+                halves = [0] * len(halves)
+            return [row.all for row in memory.rows]
+        memory.all[:, : len(self._shapes)] = sent_to(self._device, flags, torch.float64)
         if whole:
-            joined = torch.cat([_as_int64(value).reshape(-1) for value in whole]).to(self._device)
-            vector.head[len(changed) :] = torch.cat([joined >> 32, joined & _LOW])
-        return vector.all
+            high_and_low = torch.cat([_as_int64(value).reshape(-1) for value in whole]).to(self._device)
+            memory.all[0, len(self._shapes) : self._start] = torch.cat([high_and_low >> 32, high_and_low & _LOW])
+        return [row.all for row in memory.rows]
 
     def unpack(self, total: Tensor, *, leaves: int) -> tuple[list[bool], list[Tensor]]:
         """Return which buffers a leaf has changed, and the values of all buffers after a step of so many leaves.
 
-        Floating-point values are of dtype float64.
+        Floating-point values have the dtype of the buffers if all have the same, and float64 otherwise.
         """
         head, num = total[: self._start], len(self._shapes)
         if self._has_counters_only:
@@ -106,7 +122,7 @@ class BufferVector:
             parts = ((high << 32) | low).split_with_sizes(self._whole_widths)
         values: dict[int, Tensor] = {}
         if self._floating:
-            means = total[self._start : self.numel] / leaves
+            means = (total[self._start : self.numel] / leaves).to(self._mean_dtype)
             values |= zip(self._floating, means.split_with_sizes(self._widths), strict=True)
         for k, dtype, part in zip(self._whole, self._dtypes, parts, strict=True):
             values[k] = part.view(torch.uint64) if dtype == torch.uint64 else part
@@ -114,11 +130,14 @@ class BufferVector:
             values[k] = values[k].view(self._shapes[k])
         return [flag > 0 for flag in changed], [values[k] for k in range(num)]
 
-    def _allocate(self) -> _Vector:
-        vector = torch.zeros(self.numel, dtype=torch.float64, device=self._device)
-        parts = vector[self._start :].split_with_sizes(self._widths) if self._floating else ()
-        floating = [part.view(self._shapes[k]) for part, k in zip(parts, self._floating, strict=True)]
-        return _Vector(vector, vector[: self._start], floating)
+    def _allocate(self, leaves: int) -> _LeafVectors:
+        matrix = torch.zeros(leaves, self.numel, dtype=torch.float64, device=self._device)
+        return _LeafVectors(matrix, [self._row(vector) for vector in matrix.unbind()])
+
+    def _row(self, vector: Tensor) -> _LeafVector:
+        parts = vector[self._start :].split_with_sizes(self._widths) if self._device.type == "cpu" else ()
+        floating = [part.view(self._shapes[k]) for part, k in zip(parts, self._floating, strict=False)]
+        return _LeafVector(vector, vector[: self._start], floating)
 
 
 def _as_int64(value: Tensor) -> Tensor:

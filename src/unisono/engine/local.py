@@ -12,7 +12,7 @@ from unisono.engine.base import Preparation, Trained, refuse_sparse
 from unisono.engine.node_sums import NodeSum, add, drop, take
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import Totals, add_rows, row_of, totals_of
+from unisono.engine.totals import Totals, add_rows, numbers_of, row_of, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.plan import Node
@@ -97,7 +97,7 @@ class LocalEngine:
             return Totals(loss.item(), weight, *flags)
         for p, gradient in zip(self._trained.parameters, self._gradients.total(), strict=True):
             p.grad = gradient
-        return totals_of(self._totals.total().tolist())
+        return totals_of(numbers_of(self._totals.total()))
 
     def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip p.grad; see `Engine`."""

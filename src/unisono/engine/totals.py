@@ -1,8 +1,8 @@
 """The totals of a leaf: its loss, its weight and whether a new buffer changed; and their summation.
 
-They are summed in float32, in the order of the tree, like a gradient. On a CPU they are plain numbers, rounded after
-each addition as torch would round them: a tensor of four numbers costs ten times as much. On another device they stay
-there, and the host does not wait for them.
+They are summed in float32, in the order of the tree, like a gradient. They are plain numbers, rounded after each
+addition as torch would round them: a tensor of six numbers costs ten times as much. A loss on another device than the
+CPU stays there, and the host does not wait for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["COUNT", "Totals", "TotalsRow", "add_rows", "as_tensor", "rounded_sum", "row_of", "sent_to", "totals_of"]
+__all__ = [
+    "COUNT",
+    "Totals",
+    "TotalsRow",
+    "add_rows",
+    "as_tensor",
+    "numbers_of",
+    "rounded_sum",
+    "row_of",
+    "sent_to",
+    "totals_of",
+]
 
 COUNT = 6
 """Numbers in a row: the loss, the high and low parts of the weight; and how many leaves changed a new buffer, have
@@ -24,7 +35,15 @@ further values, and belong to a rank that knows of another number of ranks."""
 # A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
 _WEIGHT_BASE = 4096.0
 
-TotalsRow: TypeAlias = "array[float] | Tensor"
+
+class _DeviceRow(NamedTuple):
+    """A row whose loss is on another device than the CPU."""
+
+    loss: Tensor
+    rest: array[float]
+
+
+TotalsRow: TypeAlias = "array[float] | _DeviceRow"
 
 
 class Totals(NamedTuple):
@@ -50,22 +69,21 @@ def row_of(
     low = weight - high * _WEIGHT_BASE
     if loss.device.type == "cpu":
         return array("f", (loss.item(), high, low, new_buffers, has_values, wants_resize))
-    flags = [new_buffers, has_values, wants_resize]
-    row = sent_to(loss.device, [0.0, high, low, *flags], torch.float32)
-    row[0] = loss.detach()
-    return row
+    return _DeviceRow(loss.detach(), array("f", (high, low, new_buffers, has_values, wants_resize)))
 
 
-def sent_to(device: torch.device, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Return numbers of the host as a vector on a device, without waiting for what the device has to do."""
+def sent_to(device: torch.device, numbers: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Return numbers of the host as a vector or matrix on a device, without waiting for what the device has to do."""
     # CUDA has read a few bytes of unpinned memory when the call returns, and does not wait for the stream.
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def add_rows(left: TotalsRow, right: TotalsRow) -> TotalsRow:
     """Return the sum of two rows."""
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return torch.add(left, right)  # type: ignore[arg-type]
+    if isinstance(left, _DeviceRow):
+        assert isinstance(right, _DeviceRow)
+        return _DeviceRow(left.loss + right.loss, rounded_sum(left.rest, right.rest))
+    assert not isinstance(right, _DeviceRow)
     return rounded_sum(left, right)
 
 
@@ -76,8 +94,15 @@ def rounded_sum(left: Iterable[float], right: Iterable[float]) -> array[float]:
 
 
 def as_tensor(row: TotalsRow) -> Tensor:
-    """Return a row as a tensor, float32 of shape [COUNT], which shares its memory."""
-    return row if isinstance(row, Tensor) else torch.frombuffer(row, dtype=torch.float32)
+    """Return a row as a tensor, float32 of shape [COUNT], on the loss's device; a CPU's shares the row's memory."""
+    if not isinstance(row, _DeviceRow):
+        return torch.frombuffer(row, dtype=torch.float32)
+    return torch.cat([row.loss.view(1), sent_to(row.loss.device, row.rest, torch.float32)])
+
+
+def numbers_of(row: TotalsRow) -> list[float]:
+    """Return a row as numbers of the host, which waits for the loss."""
+    return [row.loss.item(), *row.rest] if isinstance(row, _DeviceRow) else row.tolist()
 
 
 def totals_of(row: Iterable[float]) -> Totals:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from unisono.engine.foreach_copies import copy_each
 from unisono.errors import LossError
 
 __all__ = ["BufferKind", "TrackedBuffer", "commit"]
@@ -176,8 +177,8 @@ def commit(buffers: Sequence[TrackedBuffer], values: list[Tensor]) -> None:
         return
     tensors = [tensor for buffer in buffers if (tensor := buffer.tensor) is not None]
     with torch.no_grad():
-        torch._foreach_copy_(tensors, values)
-        torch._foreach_copy_([buffer.turn() for buffer in buffers], tensors)
+        copy_each(tensors, values)
+        copy_each([buffer.turn() for buffer in buffers], tensors)
     for buffer, tensor in zip(buffers, tensors, strict=True):
         buffer.module._buffers[buffer.name] = tensor
         buffer.note_written()

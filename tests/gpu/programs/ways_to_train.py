@@ -36,6 +36,20 @@ class Net(nn.Module):
         return self.head(self.third(self.second(self.first(x))) + self.first(x))
 
 
+class Tied(nn.Module):
+    """Weights that stages share, in both directions."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(16, 300), nn.Linear(300, 16), nn.Linear(16, 300)
+        self.fourth, self.head = nn.Linear(300, 16), nn.Linear(16, 2)
+        self.third.weight, self.second.weight = self.first.weight, self.fourth.weight
+
+    def forward(self, x):
+        hidden = self.second(F.gelu(self.first(x)))
+        return self.head(self.fourth(F.gelu(self.third(hidden))))
+
+
 class Conv(nn.Module):
     def __init__(self):
         super().__init__()
@@ -146,6 +160,7 @@ def resumed_from_shards():
 
 RANKS = unisono.init(BACKEND, timeout=90).world_size
 PIPELINE = Pipeline(stages=["second"]) if RANKS < 3 else Pipeline(stages=["second", "third"])
+TIED = Pipeline(stages=["third"] if RANKS < 3 else ["third", "head"])
 INTERLEAVED = PIPELINE if RANKS == 3 else Pipeline(stages=["second", "third", "head"], schedule="interleaved")
 SAME = "as whole models"
 WAYS = {
@@ -179,6 +194,8 @@ WAYS = {
     "tables": tables,
     "pipeline": partial(train, parallel=PIPELINE),
     "interleaved pipeline": partial(train, parallel=INTERLEAVED),
+    "tied": partial(train, Tied),
+    "tied pipeline": partial(train, Tied, parallel=TIED),
     "fp16 pipeline": partial(train, autocast="fp16", parallel=PIPELINE, clip_grad_norm=0.1),
 }
 for name, way in WAYS.items():

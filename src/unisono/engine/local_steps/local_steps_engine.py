@@ -21,7 +21,7 @@ from unisono.engine.consistency import BROKEN, ConsistencyCheck
 from unisono.engine.local_steps.workers import Workers
 from unisono.engine.node_sums import Gradients, NodeSum, add, drop, take
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import COUNT, Totals, add_rows, as_tensor, row_of, totals_of
+from unisono.engine.totals import COUNT, Totals, add_rows, as_tensor, numbers_of, row_of, totals_of
 from unisono.engine.tree_all_reduce import MakeAllReduce, NodeLayout, NodeLayouts
 from unisono.engine.update import prepare_whole
 from unisono.errors import UnisonoError
@@ -143,7 +143,7 @@ class LocalStepsEngine:
         self._step.run_deferred()
         if self._world.group is None:
             (own,) = self._rows
-            totals = totals_of(own.total().tolist())
+            totals = totals_of(numbers_of(own.total()))
         else:
             self._totals.advance()
             totals = totals_of(self._totals.finish(self._step)[:COUNT].tolist())

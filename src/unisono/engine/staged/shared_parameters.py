@@ -48,20 +48,19 @@ class SharedParameterCopies:
 
         Traffic: each parameter once to each rank that uses it, but for its owner.
         """
-        world, sends, receives = self._pipeline, [], []
+        world, operations, received = self._pipeline, [], []
         for source, targets, parameter in self._copies:
             if world.rank == source:
                 sent = parameter.detach().contiguous().to(world.device)
-                sends += [(sent, dist.isend(sent, group=world.group, group_dst=target)) for target in targets]
+                operations += [dist.P2POp(dist.isend, sent, group=world.group, group_peer=each) for each in targets]
             elif world.rank in targets:
-                received = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
-                work = dist.irecv(received, group=world.group, group_src=source)
-                receives.append((received, parameter, work))
-        for received, parameter, work in receives:
-            assert work is not None
+                memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=world.device)
+                operations.append(dist.P2POp(dist.irecv, memory, group=world.group, group_peer=source))
+                received.append((parameter, memory))
+        if not operations:
+            return
+        for work in dist.batch_isend_irecv(operations):  # at once: over NCCL, two ranks that send first wait for ever
             work.wait()
-            with torch.no_grad():
-                parameter.copy_(received)
-        for _, work in sends:
-            assert work is not None
-            work.wait()
+        with torch.no_grad():
+            for parameter, memory in received:
+                parameter.copy_(memory)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from unisono.backend import register
@@ -32,7 +33,7 @@ class StageRanks:
     replicas: int
     """Number of pipelines."""
     pipeline: World
-    """The ranks of this rank's pipeline, by place."""
+    """The ranks of this rank's pipeline, by place. Tensors travel from the CPU."""
     columns: dict[int, World]
     """By stage of this rank: the ranks that compute it, one of each replica."""
 
@@ -49,13 +50,18 @@ class StageRanks:
         if world.group is None:
             return cls._alone(world, stages=stages, size=size)
         register()
-        shares = world.device.type == "cpu" and shared_memory_obstacle() is None
+        shares = shared_memory_obstacle() is None
         hosts = world.gather(host_id(with_network=True) if shares else f"rank {world.rank}", "Trainer making stages")
         made = []
         for first in range(0, world.size, size):
             ranks = range(first, first + size)
-            # Activations of ranks on one host go through shared memory.
+            # Activations of ranks on one host go through shared memory, those of GPUs, too. NCCL's receives wait on the
+            # GPU, and what waits for the whole GPU, such as the loading of a kernel, would wait for a message as well.
             backend = "shm" if len({hosts[rank] for rank in ranks}) == 1 else None
+            if world.device.type == "cuda":
+                backend = (
+                    f"cpu:{backend or 'gloo'},cuda:nccl"  # with NCCL, or torch would wait for all ranks to split it
+                )
             made.append(_world_of(world, ranks, backend=backend))
         columns = {}
         for stage in range(stages):  # a group for each, since their messages overtake each other
@@ -118,11 +124,12 @@ def _world_of(world: World, ranks: Sequence[int], *, backend: str | None = None)
     group = dist.new_group(list(ranks), timeout=timedelta(seconds=world.timeout_s), backend=backend)
     if world.rank not in ranks:
         return None
+    device = world.device if backend is None else torch.device("cpu")
     return World(
         rank=ranks.index(world.rank),
         size=len(ranks),
         local_rank=world.local_rank,
         group=group,
-        device=world.device,
+        device=device,
         waiter=world.waiter,
     )

@@ -75,7 +75,6 @@ class CutModel:
                 starts=self.starts,
                 schedule=self._schedule,
                 group=self.ranks.pipeline.group,
-                device=self.ranks.pipeline.device,
                 layouts=foreign.layouts,
             )
             self._runners[id(model)] = runner, foreign

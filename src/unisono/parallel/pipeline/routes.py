@@ -12,7 +12,7 @@ from unisono.parallel.pipeline.messages import MessageLayout
 from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
 
-__all__ = ["StageRoutes", "channels_of", "stage_routes"]
+__all__ = ["StageRoutes", "stage_routes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,6 @@ def stage_routes(plan: PipelinePlan, stage: int, parameters: Mapping[str, Tensor
         gradients_from={source: layout for (source, target), layout in gradients.items() if target == stage},
         gradients_to={target: layout for (source, target), layout in gradients.items() if source == stage},
     )
-
-
-def channels_of(plan: PipelinePlan, parameters: Mapping[str, TensorLayout]) -> list[tuple[int, int]]:
-    """Return the pairs of stages between which there are messages, from the first to the second, in order."""
-    return sorted(_values(plan).keys() | _gradients(plan, parameters).keys())
 
 
 def _values(plan: PipelinePlan) -> dict[tuple[int, int], MessageLayout[int]]:

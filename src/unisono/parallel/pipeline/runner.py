@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.activity import Observed, Wait
-from unisono.collectives.pair_channels import PairChannels
 from unisono.parallel.pipeline.messages import Message, MessageLayout
 from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.plan_cache import PlanCache
-from unisono.parallel.pipeline.routes import StageRoutes, channels_of, stage_routes
+from unisono.parallel.pipeline.routes import StageRoutes, stage_routes
 from unisono.parallel.pipeline.schedule import Action, Schedule, make_schedule
 from unisono.parallel.pipeline.stage import Gradients, Stage, StagePass
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
@@ -119,8 +118,8 @@ class PipelineRunner:
         model: The whole model.
         starts: The names of the blocks with which stages begin, from the second stage on.
         schedule: The name of a schedule.
-        group: The ranks of the pipeline; stage s is on rank s modulo their number. None: one rank has all stages.
-        device: From where messages travel.
+        group: The ranks of the pipeline, which sends from the CPU; stage s is on rank s modulo their number. None: one
+            rank has all stages.
         layouts: Those of parameters whose memory has been given back, by name, as it is at the time.
     """
 
@@ -131,29 +130,22 @@ class PipelineRunner:
         starts: Sequence[str],
         schedule: str,
         group: dist.ProcessGroup | None,
-        device: torch.device = _CPU,
         layouts: Mapping[str, TensorLayout] = MappingProxyType({}),
     ) -> None:
-        self._layouts, self._device = layouts, device
+        self._layouts = layouts
         self._model, self._starts = model, tuple(starts)
         self._plans: dict[Any, PlanCache] = {}
         self._schedule = schedule
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
         self._stages: dict[tuple[int, int], tuple[Stage, StageRoutes]] = {}
-        self._channels: PairChannels | None = None
-        self._opened: dict[int, PipelinePlan] = {}
-        """The plans whose channels are open, by identity; kept, so that no other one gets it."""
         self._waits: dict[tuple[str, int], Wait] = {}
         """By what is called and the other rank of the pipeline."""
         self.connect(group)
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Use another group of as many ranks, in the same order, from the next step on. None: release the group."""
-        if self._channels is not None:
-            self._channels.close()
-        self._opened.clear()
-        self._group, self._channels = group, None if group is None else PairChannels(group, self._device)
-        self._least_ahead = _LEAST_AHEAD if group is not None and dist.get_backend(group) == "shm" else 0
+        self._group = group
+        self._least_ahead = _LEAST_AHEAD if group is not None and "shm" in dist.get_backend(group) else 0
         self._waits.clear()
 
     @property
@@ -199,7 +191,6 @@ class PipelineRunner:
         schedule = self._schedule_for(len(micro_batches))
         actions = schedule.actions[self._rank]
         step = _Step(function, plans, schedule.stage_ranks)
-        self._open(step)
         for action in self._with_receives(step, actions):
             if action.kind == "forward":
                 self._forward(step, action, micro_batches[action.micro_batch], passes)
@@ -222,27 +213,11 @@ class PipelineRunner:
         actions = [Action("forward", stage, number) for number in range(len(micro_batches)) for stage in stages]
         stage_ranks = tuple(stage % self._ranks for stage in range(self.num_stages))
         step = _Step(function, plans, stage_ranks)
-        self._open(step)
         for action in self._with_receives(step, actions):
             self._forward(step, action, micro_batches[action.micro_batch], passes)
             step.passes.clear()
             step.sends = [each for each in step.sends if not each.is_over]
         step.finish_sends()
-
-    def _open(self, step: _Step) -> None:
-        """Open the channels of plans that are new, where channels must be opened."""
-        if self._channels is None or self._channels.device.type == "cpu":
-            return
-        for number, plan in {id(plan): plan for plan in step.plans}.items():
-            if number in self._opened:
-                continue
-            if len(self._opened) >= _KEPT_STAGES:
-                self._opened.clear()
-            self._opened[number] = plan
-            for channel in channels_of(plan, self._parameter_layouts()):
-                source, target = (step.stage_ranks[stage] for stage in channel)
-                if source != target and self._rank in (source, target):
-                    self._channels.open(channel, sends=self._rank == source)
 
     def _parameter_layouts(self) -> dict[str, TensorLayout]:
         named = self._model.named_parameters()
@@ -332,9 +307,8 @@ class PipelineRunner:
         for source, layout in (routes.values_from if action.kind == "forward" else routes.gradients_from).items():
             rank, channel = step.stage_ranks[source], _StageChannel(source, action.stage, action.micro_batch)
             if rank != self._rank and (layout.nbytes >= self._least_ahead) is ahead:
-                assert self._channels is not None
-                memory = layout.allocate(self._channels.device)
-                work = self._channels.receive(memory, rank, channel[:2], tag=self._tag(channel))
+                memory = layout.allocate(_CPU)
+                work = dist.irecv(memory, group=self._group, group_src=rank, tag=self._tag(channel))
                 step.arrivals[channel] = _StageTransfer(memory, work, self._wait("recv", rank))
 
     def _receive(self, step: _Step, action: Action, layouts: Mapping[int, MessageLayout[Any]]) -> list[Message[Any]]:
@@ -354,9 +328,8 @@ class PipelineRunner:
             if rank == self._rank:
                 step.arrivals[channel] = _StageTransfer(memory, None, None)
             else:
-                assert self._channels is not None
-                memory = memory.to(self._channels.device)
-                work = self._channels.send(memory, rank, channel[:2], tag=self._tag(channel))
+                memory = memory.to(_CPU)
+                work = dist.isend(memory, group=self._group, group_dst=rank, tag=self._tag(channel))
                 step.sends.append(_StageTransfer(memory, work, self._wait("send", rank)))
 
     def _wait(self, name: str, rank: int) -> Wait:
