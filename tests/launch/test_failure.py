@@ -269,6 +269,28 @@ def test_ranks_that_do_not_listen_are_killed(warm_launcher):
     ]
 
 
+def test_ranks_that_take_their_time_to_end_are_named_with_how_long_they_have(warm_launcher):
+    script = warm_launcher.write(
+        "script.py",
+        """
+        import os, pathlib, signal, sys, time
+        if os.environ["RANK"] == "0":
+            signal.signal(signal.SIGTERM, lambda *_: (time.sleep(4), sys.exit(0)))
+            pathlib.Path("ready").touch()
+            time.sleep(100)
+        while not pathlib.Path("ready").exists():
+            time.sleep(0.01)
+        sys.exit("no data")
+        """,
+    )
+    result = warm_launcher.run("run", "-n", "2", "--shutdown-timeout", "50", script)
+    assert result.returncode == 1
+    said, waiting, blamed, *_ = result.stderr.splitlines()
+    assert (said, blamed) == ("[1] no data", "unisono: rank 1 exited with code 1: no data")
+    told = "unisono: the job has failed; the cause is told when rank 0 has ended. Ranks that still run in "
+    assert 10 < int(waiting.removeprefix(told).removesuffix(" s are killed")) <= 48
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_hook_that_ends_with_0_does_not_hide_an_exception(warm_launcher, ranks):
     source = """
