@@ -80,12 +80,22 @@ def grouped(params, **options):
     return optim.AdamW(groups, lr=0.003, **options)
 
 
-def bfloat16(**options):
+def bfloat16(kind=optim.AdamW, **options):
     class Half(Net):
         def forward(self, x):
             return super().forward(x.bfloat16()).float()
 
-    return train(partial(optim.AdamW, lr=0.01, **options), Half().bfloat16())
+    return train(partial(kind, lr=0.01, **options), Half().bfloat16())
+
+
+def on_unlike_threads(run):
+    """Let torch use two threads on a single rank, and one on each of several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if os.environ.get("WORLD_SIZE", "1") == "1" else 1)
+    try:
+        return run()
+    finally:
+        torch.set_num_threads(before)
 
 
 def two_types(**options):
@@ -203,6 +213,7 @@ VARIANTS = {
     "one fused group": lambda: train(one_fused_group),
     "rate in a tensor, fused": lambda: train(lambda params: optim.AdamW(params, lr=torch.tensor(0.01), fused=True)),
     "bfloat16, fused": partial(bfloat16, fused=True),
+    "bfloat16, Adafactor, two threads": lambda: on_unlike_threads(partial(bfloat16, optim.Adafactor, foreach=True)),
     "two types, fused": partial(two_types, fused=True),
 }
 
