@@ -48,13 +48,14 @@ AT_THE_START = {
     "other_strides": r"parameter 'first.weight' is 'float32 \[8, 6\]' on rank 0 and 'float32 \[8, 6\] with strides",
     "sparse_table": r"sparse gradients are 0 on rank 0 and 1 on rank 1 \('table.weight' is not on all\)",
     "another_width": r"parameter 'first.weight' is 'float32 \[8, 6\]' on rank 0 and 'float32 \[9, 6\]' on rank 1",
-    "another_weight": r"'first.weight' of rank 1 is not that of rank 0 \(1 of 11 tensors differ\)",
+    "another_weight": r"'first.weight' of rank 1 is not that of rank 0 \(1 of 12 tensors differ\)",
     "another_hidden_buffer": "'hidden' of rank 1 is not that of rank 0",
     "several_models": "the names of the models differ at number 0: '' on rank 0 and 'net.' on rank 1",
     "another_default_dtype": r"torch.get_default_dtype\(\) is 'torch.float32' on rank 0 and 'torch.float64' on rank 1",
 }
 
 # {most} and {one} are the other ranks and rank 1.
+WRITTEN = "buffers written since the last step are 0 {most} and 1 {one}"
 IN_THE_LOOP = {
     "frozen before the first step": "requires_grad of 'net.first.weight' is True {most} and False {one}; .* and 1 more",
     "learning_rate": "lr of parameter group 0 of optimizer 'net' is 0.01 {most} and 0.005 {one}",
@@ -66,6 +67,8 @@ IN_THE_LOOP = {
     "added_group": "the number of parameter groups of optimizer 'judge' is 1 {most} and 2 {one}. The step did not",
     "norm_in_evaluation": r"the mode of 'net.norm' \(BatchNorm1d\) is 'training' {most} and 'evaluation' {one}",
     "momentum": r"momentum of 'net.norm' \(BatchNorm1d\) is 0.1 {most} and 0.5 {one}",
+    "running_mean": rf"{WRITTEN} \('net.norm.running_mean = \w{{{{8}}}}' is not on all\)",
+    "buffer_with_a_nan": rf"{WRITTEN} \('net.offset = \w{{{{8}}}}' is not on all\)",
     "model_in_evaluation": r"the mode of 'net' \(Model\) is 'training' {most} and 'evaluation' {one}",
     "another optimizer": r"trainer.step\(optimizer='net'\) {most}, trainer.step\(optimizer='judge'\) {one}",
     "evaluation": r"trainer.step\(optimizer='net'\) {most}, trainer.evaluate\(name='evaluation', ema=False\) {one}",

@@ -28,6 +28,7 @@ from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout,
 from unisono.engine.write_detection import WriteDetector
 from unisono.errors import CheckpointError, LossError
 from unisono.job.current import confirm_group
+from unisono.state.digest import digest
 
 __all__ = ["BufferTransaction"]
 
@@ -71,6 +72,8 @@ class BufferTransaction:
         self._total: Tensor | None = None
         self._parameters = WriteDetector(())
         self._damaged = False
+        self._agreed: dict[str, str] = {}
+        """The digests that written buffers had when all ranks had the same, until a step with them succeeds."""
         self.find()
 
     def connect(self, make_all_reduce: MakeAllReduce) -> None:
@@ -84,6 +87,19 @@ class BufferTransaction:
         """Track the buffers with these plain names alone: the others are left to other ranks. None: all again."""
         self._names, self._seen = None if names is None else frozenset(names), -1
         self.find()
+
+    def written_outside(self) -> dict[str, str]:
+        """Return the persistent buffers that were written since the last step, with a digest of each; before `start`.
+
+        Others may be caches, of which each rank has its own.
+        """
+        found = {}
+        for tracked in self._tracked:
+            if tracked.is_persistent and tracked.was_written():
+                self._agreed.setdefault(tracked.path, digest({"": tracked.before}))
+            if tracked.path in self._agreed:
+                found[tracked.path] = digest({"": tracked.current})
+        return {path: sha for path, sha in found.items() if sha != self._agreed[path]}
 
     def start(self, *, leaves: int) -> None:
         """Begin a step. Values that the user has written since the last one are the values before this step."""
@@ -181,6 +197,7 @@ class BufferTransaction:
         Args:
             new_buffers: `Totals.new_buffers`. If True, ranks agree anew on which buffers to sum.
         """
+        self._agreed.clear()
         if new_buffers and self._agree() and self._world.group is not None:
             self._send()
             self.receive(step)

@@ -12,6 +12,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,7 +73,16 @@ class StepFingerprint:
         self._settings: list[tuple[dict[str, Any], str]] = []
         self._base = 0
 
-    def intent(self, trained: Trained, *, epoch: int, step: int, call: int, options: str = "") -> StepDescription:
+    def intent(
+        self,
+        trained: Trained,
+        *,
+        epoch: int,
+        step: int,
+        call: int,
+        options: str = "",
+        written: Mapping[str, str] = MappingProxyType({}),
+    ) -> StepDescription:
         """Describe what a step is about to do.
 
         Args:
@@ -81,6 +91,7 @@ class StepFingerprint:
             step: The step within it.
             call: Counts the steps taken with its batch before.
             options: How the step differs from a plain one.
+            written: The buffers that the loop has written since the last step, with their digests.
         """
         values = self._present()
         modes = list(map(_mode_of, self._members))
@@ -92,10 +103,12 @@ class StepFingerprint:
             or (self._tensors and [*map(_version_of, self._tensors)] != self._versions)
         ):
             self._remember(trained, values, modes)
-        base = self._base if not options else _number(b"%d %b" % (self._base, options.encode()))
+        base = self._base
+        if options or written:
+            base = _number(repr((base, options, [*written.items()])).encode())
         # No hash, which takes longer: places near each other have different numbers, and that is what is needed.
         number = (base + epoch * _EPOCH + step * _STEP + call * _CALL) & _MASK
-        return StepDescription(number, partial(self._document, epoch, step, call, options))
+        return StepDescription(number, partial(self._document, epoch, step, call, options, written))
 
     def _remember(self, trained: Trained, values: list[Any], modes: list[bool]) -> None:
         if trained is not self._trained:
@@ -118,7 +131,7 @@ class StepFingerprint:
         values += [attributes.get(key) for attributes, key in self._settings]
         return values
 
-    def _document(self, epoch: int, step: int, call: int, options: str) -> Document:
+    def _document(self, epoch: int, step: int, call: int, options: str, written: Mapping[str, str]) -> Document:
         given = (f", optimizer={self._name!r}" if self._name else "") + options
         return {
             CALL: f"{self._call}({given.removeprefix(', ')})",
@@ -129,6 +142,7 @@ class StepFingerprint:
             **describe_trained(self._modules),
             **describe_modes(self._modules),
             **describe_settings(self._modules),
+            "buffers written since the last step": [f"{name} = {sha[:8]}" for name, sha in written.items()],
         }
 
     def _groups(self) -> list[dict[str, Any]]:

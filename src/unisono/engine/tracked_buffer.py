@@ -60,6 +60,16 @@ class TrackedBuffer:
             return self.module.training
         return not torch.equal(current, self.before)
 
+    def was_written(self) -> bool:
+        """Return True if its value is not the one that the last step left; as `changed`, but for norm layers, too."""
+        current, before = self.current, self.before
+        if current is None or before is None:
+            return current is not before
+        if isinstance(self.module, _NormBase) and current is self.tensor and _version(current) == self.version:
+            return False
+        alike = current.shape == before.shape and current.dtype == before.dtype
+        return not (alike and torch.equal(current, before))
+
     def keep(self) -> bool:
         """Record the present value as the one before the step. Return True if its shape or dtype has changed."""
         kind, self.written = self._kind(), True

@@ -226,7 +226,12 @@ class StepRunner:
         self._fails_alike = False
         if self._run.world.group is not None:
             intent = self._fingerprint.intent(
-                self._trained, epoch=batch.epoch, step=batch.step, call=call, options=options.describe()
+                self._trained,
+                epoch=batch.epoch,
+                step=batch.step,
+                call=call,
+                options=options.describe(),
+                written=self._buffers.written_outside() if isinstance(self._buffers, BufferTransaction) else {},
             )
             # Before ranks wait for what others send.
             if options.encode is not None or not self._run.has_whole_model or self._run.exchange is not None:

@@ -33,6 +33,7 @@ class Model(nn.Module):
         self.first, self.norm, self.last = nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 3)
         self.table = nn.Embedding(5, 4)
         self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.register_buffer("offset", torch.zeros(2))
 
     def forward(self, x):
         return self.last(torch.tanh(self.norm(self.first(x)))) + self.table.weight.sum()
@@ -317,6 +318,20 @@ def momentum(run):
 
 
 @change()
+def running_mean(run):
+    mean = run.model.norm.running_mean
+    before = mean.clone()
+    mean.add_(1.0)
+    return lambda: mean.copy_(before)
+
+
+@change()
+def buffer_with_a_nan(run):
+    run.model.offset[1] = torch.nan
+    return lambda: run.model.offset.fill_(0.0)
+
+
+@change()
 def model_in_evaluation(run):
     run.model.eval()
     return run.model.train
@@ -346,6 +361,9 @@ def try_changes(engine, *, width):
         assert (trainer.digest(), trainer.steps_done) == before, name
         if name == "frozen":
             run.step()  # and it goes on
+        if name == "running_mean":  # what all ranks write is no difference
+            run.model.norm.running_mean.mul_(0.5)
+            run.step()
 
     def evaluate(name="evaluation"):
         return trainer.evaluate(run.loss, data, name=name)
