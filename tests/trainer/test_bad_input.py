@@ -142,6 +142,33 @@ def test_an_evaluated_function_returns_one_form():
             trainer.evaluate(lambda m, b, forms=forms: next(forms), make_data(2))
 
 
+class Counting(nn.Linear):
+    """Counts its calls, in a buffer or a cache."""
+
+    def __init__(self, *, persistent, always):
+        super().__init__(4, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=persistent)
+        self.always = always
+
+    def forward(self, x):
+        if self.training or self.always:
+            self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}])
+def test_functions_that_write_to_buffers_in_evaluation_are_refused(options):
+    trainer = make_trainer(nn.Sequential(Counting(persistent=True, always=True)), **options)
+    for call in (trainer.evaluate, trainer.predict):
+        with pytest.raises(LossError) as caught:
+            call(lambda m, b: m(b[0]).sum(1), make_data())
+        assert_says(caught, "wrote to buffer '0.calls'", "only where self.training is true", "persistent=False")
+    for model in (Counting(persistent=False, always=True), Counting(persistent=True, always=False)):
+        trainer = make_trainer(model, **options)
+        trainer.evaluate(lambda m, b: m(b[0]).sum(1), make_data())
+        trainer.predict(lambda m, b: m(b[0]), make_data())
+
+
 def test_an_evaluation_that_fails_leaves_the_random_numbers_of_the_loop():
     drawn = []
     for fails in (False, True):

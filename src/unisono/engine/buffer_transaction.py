@@ -68,12 +68,12 @@ class BufferTransaction:
         self._makes = False
         """True if the step gave a first value to buffers that were None."""
         self._changes: dict[int, dict[int, Tensor]] = {}
+        self._agreed: dict[str, str] = {}
+        """The digests that written buffers had when all ranks had the same, until a step with them succeeds."""
         self.connect(make_all_reduce)
         self._total: Tensor | None = None
         self._parameters = WriteDetector(())
         self._damaged = False
-        self._agreed: dict[str, str] = {}
-        """The digests that written buffers had when all ranks had the same, until a step with them succeeds."""
         self.find()
 
     def connect(self, make_all_reduce: MakeAllReduce) -> None:
@@ -82,6 +82,7 @@ class BufferTransaction:
         self._layouts = NodeLayouts(self._world.size, virtual_ranks=self._virtual_ranks)
         self._know([])
         self._sent: AllReduce | None = None
+        self.adopt()
 
     def restrict(self, names: Collection[str] | None) -> None:
         """Track the buffers with these plain names alone: the others are left to other ranks. None: all again."""
@@ -100,6 +101,12 @@ class BufferTransaction:
             if tracked.path in self._agreed:
                 found[tracked.path] = digest({"": tracked.current})
         return {path: sha for path, sha in found.items() if sha != self._agreed[path]}
+
+    def adopt(self) -> None:
+        """Take the present values as those that all ranks have, before ranks that have them from another one go on."""
+        self._agreed.clear()
+        if self._tracked:
+            self._keep()
 
     def start(self, *, leaves: int) -> None:
         """Begin a step. Values that the user has written since the last one are the values before this step."""
@@ -257,6 +264,7 @@ class BufferTransaction:
             else:
                 tracked.module._buffers[tracked.name] = value.to(self._device(), copy=True)
             tracked.keep()
+        self.adopt()
 
     def find(self) -> int:
         """Track the buffers that the models have now, and return the version of the models' contents."""

@@ -10,6 +10,7 @@ from unisono.job.user_function import count_collectives, enter, leave, refuse_co
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.pipeline.plan_cache import model_state
 from unisono.parallel.sharding.divided_model import DividedModel
+from unisono.trainer.buffer_writes import BufferWrites
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
@@ -26,7 +27,7 @@ class SampleResults:
         models: Its first argument.
         what: The function, for messages.
         carried: The state of virtual ranks; None leaves it alone.
-        cut: The model, if it is cut or divided over ranks.
+        cut: The model, if it is cut or divided over ranks. In one that is cut, writes to buffers are not looked for.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SampleResults:
     ) -> None:
         self._run, self._function, self._models = run, function, models
         self._what, self._carried, self._cut = what, carried, cut
+        self._writes = BufferWrites(None if isinstance(cut, CutModel) else models)
 
     def of(self, batch: Batch) -> Iterator[tuple[Share, MicroBatch, Any]]:
         """Yield the result for each micro-batch of a batch; where a model is cut, on the ranks of the last stage."""
@@ -64,6 +66,7 @@ class SampleResults:
                         self._carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
                     result = self._function(self._models, items)
                     refuse_collectives_since(counted)
+                    self._writes.refuse(self._what)
                     if self._carried is not None:
                         self._carried.end()
                 finally:
