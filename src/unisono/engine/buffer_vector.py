@@ -39,6 +39,7 @@ class _LeafVectors(NamedTuple):
 
 
 LeafValues: TypeAlias = tuple[Sequence[Tensor], Sequence[bool]]
+"""A leaf's values of the buffers, and for each buffer True if the leaf changed it."""
 
 
 class BufferVector:
@@ -76,7 +77,7 @@ class BufferVector:
         """Return the vectors of some leaves, which are valid until the next step. The caller may write to them.
 
         Args:
-            leaves: For each leaf, its values of the buffers, and for each buffer True if the leaf changed it.
+            leaves: What each leaf has made of the buffers.
             first: The number of the first leaf; the others follow it.
         """
         memory = self._memory.get((first, len(leaves)))
@@ -135,8 +136,10 @@ class BufferVector:
         return _LeafVectors(matrix, [self._row(vector) for vector in matrix.unbind()])
 
     def _row(self, vector: Tensor) -> _LeafVector:
-        parts = vector[self._start :].split_with_sizes(self._widths) if self._device.type == "cpu" else ()
-        floating = [part.view(self._shapes[k]) for part, k in zip(parts, self._floating, strict=False)]
+        floating: list[Tensor] = []
+        if self._floating and self._device.type == "cpu":
+            parts = vector[self._start :].split_with_sizes(self._widths)
+            floating = [part.view(self._shapes[k]) for part, k in zip(parts, self._floating, strict=True)]
         return _LeafVector(vector, vector[: self._start], floating)
 
 

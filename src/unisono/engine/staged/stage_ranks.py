@@ -59,9 +59,8 @@ class StageRanks:
             # GPU, and what waits for the whole GPU, such as the loading of a kernel, would wait for a message as well.
             backend = "shm" if len({hosts[rank] for rank in ranks}) == 1 else None
             if world.device.type == "cuda":
-                backend = (
-                    f"cpu:{backend or 'gloo'},cuda:nccl"  # with NCCL, or torch would wait for all ranks to split it
-                )
+                # With NCCL: torch splits its group with the ranks that are not in the new one, too, and waits for all.
+                backend = f"cpu:{backend or 'gloo'},cuda:nccl"
             made.append(_world_of(world, ranks, backend=backend))
         columns = {}
         for stage in range(stages):  # a group for each, since their messages overtake each other
