@@ -19,6 +19,7 @@ from unisono.launch.failure.root_cause import RankFailure, RootCause, find_root_
 from unisono.launch.hang.observed_rank import ObservedRank
 from unisono.launch.hang.observer import Observer
 from unisono.launch.launch_job import LaunchJob
+from unisono.launch.linux import is_dying
 from unisono.launch.output.relay import Relay
 from unisono.launch.recovery_page import RecoveryPage
 from unisono.launch.standard_input import duplicate_stdin
@@ -346,6 +347,14 @@ class Generation:
         # An interpreter takes some time to end, and peers notice before it has ended.
         ended = {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
         return {rank for rank in self._finished | ended if rank in self._local}
+
+    @property
+    def dying(self) -> set[int]:
+        """Ranks that the kernel is ending: it writes their core dump, or has taken their memory and closed their files.
+
+        Others have lost their connections by then, and it can take seconds until the process is seen to have ended.
+        """
+        return {rank for rank in self.running - self.failed if is_dying(self._pids.get(rank, 0))}
 
     def judge(self) -> RootCause:
         """Find the cause among the failures so far. There must be at least one."""

@@ -28,6 +28,9 @@ _PATIENCE_S = 2.0
 _DOUBT_S = 0.5
 """How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
 
+_POLL_S = 0.1
+"""How often to look at ranks that the kernel is ending."""
+
 
 class JobShutdown:
     """Ends the ranks of a job early. The agent's loop calls `advance` when `state.next_s` has come."""
@@ -80,7 +83,14 @@ class JobShutdown:
         """End the ranks because one has failed, at once or soon if the cause is sure; called at each failure."""
         assert self._generation is not None
         if self.state is None:
-            self.state = Shutdown(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
+            now_s = time.monotonic()
+            self.state = Shutdown(
+                code=1,
+                failed=True,
+                begins_s=now_s + _DOUBT_S,
+                dying_until_s=now_s + self._job.shutdown_timeout_s,
+                dying_told_s=now_s + _PATIENCE_S,
+            )
         if self.state.begins_s is None:
             return
         verdict = self._generation.judge()
@@ -100,7 +110,8 @@ class JobShutdown:
                 self._relay.say(f"the fork server has not ended within {LAST_S:g} s; killed")
                 self._server.kill()
         elif shutdown.begins_s is not None and now_s >= shutdown.begins_s:
-            self.end_failed()
+            if not self._waits_for_dying(shutdown, now_s):
+                self.end_failed()
         elif shutdown.waited_for_s is not None and now_s >= shutdown.waited_for_s:
             self.state = replace(shutdown, waited_for_s=None)
             if self.running:
@@ -115,6 +126,24 @@ class JobShutdown:
                 grace = f"{self._job.shutdown_timeout_s:g} s"
                 self._relay.say(f"{name_ranks(deaf)} did not end within {grace}; killed")
             self.kill()
+
+    def _waits_for_dying(self, shutdown: Shutdown, now_s: float) -> bool:
+        """Return True if the kernel is ending a rank, which may be the cause, and look again in a moment.
+
+        If it were asked to end meanwhile, its end would count as the launcher's doing.
+        """
+        assert self._generation is not None
+        if now_s >= shutdown.dying_until_s or not (dying := self._generation.dying):
+            return False
+        told_s = shutdown.dying_told_s
+        if told_s is not None and now_s >= told_s:
+            told_s = None
+            self._relay.say(
+                f"the job has failed; the cause is told when the kernel has ended {name_ranks(dying)}; it may be "
+                "writing a core dump"
+            )
+        self.state = replace(shutdown, begins_s=now_s + _POLL_S, dying_told_s=told_s)
+        return True
 
     def kill(self) -> None:
         """Kill the ranks that run."""

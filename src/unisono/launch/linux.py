@@ -21,6 +21,7 @@ __all__ = [
     "descendants",
     "end_descendants",
     "ends_at_once",
+    "is_dying",
     "process_status",
     "set_parent_death_signal",
     "signal_main_thread",
@@ -60,6 +61,12 @@ def ends_at_once(pid: int, signum: int) -> bool:
     fields = process_status(pid)
     handled = (int(fields.get(name, "0"), 16) >> (signum - 1) & 1 for name in ("SigCgt", "SigIgn"))
     return bool(fields) and not any(handled)
+
+
+def is_dying(pid: int) -> bool:
+    """Return True if the kernel is ending a process: it writes its core dump, or has taken its memory."""
+    fields = process_status(pid)
+    return bool(fields) and ("VmSize" not in fields or fields.get("CoreDumping") == "1")
 
 
 def process_status(pid: int) -> dict[str, str]:

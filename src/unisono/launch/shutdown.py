@@ -24,6 +24,10 @@ class Shutdown:
     """How many ranks were running."""
     begins_s: float | None = None
     """When ranks are asked to end. None: they have been asked."""
+    dying_until_s: float = -math.inf
+    """Until when they are not asked while the kernel is ending one that may be the cause."""
+    dying_told_s: float | None = None
+    """When a message says so. None: it has."""
     deadline_s: float = math.inf
     """When ranks that still run are killed; after that, when the fork server is killed."""
     waited_for_s: float | None = None
