@@ -66,7 +66,9 @@ def ends_at_once(pid: int, signum: int) -> bool:
 def is_dying(pid: int) -> bool:
     """Return True if the kernel is ending a process: it writes its core dump, or has taken its memory."""
     fields = process_status(pid)
-    return bool(fields) and ("VmSize" not in fields or fields.get("CoreDumping") == "1")
+    if fields and "VmSize" not in fields:
+        return "VmSize" in process_status(os.getpid())  # otherwise this system does not tell
+    return fields.get("CoreDumping") == "1"
 
 
 def process_status(pid: int) -> dict[str, str]:
