@@ -11,6 +11,7 @@ from torch import nn
 from unisono.collectives.world import World
 from unisono.engine import BufferTransaction, StepTransaction
 from unisono.engine.buffer_vector import BufferVector
+from unisono.engine.tracked_buffer import TrackedBuffer
 from unisono.errors import LossError
 
 
@@ -132,3 +133,25 @@ def test_norm_layers_keep_to_the_mean_when_some_are_frozen_or_get_other_buffers(
                 assert torch.equal(value, ((values[0].double() + values[1] + values[2]) / 3).float())
     assert buffers.undo()
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("value", "index", "other"),
+    [
+        (torch.zeros(3000), 2999, -0.0),
+        (torch.full((40, 50), torch.nan), (39, 49), 1.0),
+        (torch.ones(1001, dtype=torch.bool), 1000, False),
+        (torch.zeros(30, 20).t(), (19, 29), 1.0),
+        (torch.tensor(5), (), 6),
+    ],
+)
+def test_a_write_past_the_version_counter_is_seen_by_its_bits(value, index, other):
+    module = nn.Module()
+    module.register_buffer("b", value)
+    tracked = TrackedBuffer("b", module, "b")
+    assert not tracked.changed()
+    assert not tracked.was_written()
+    module.b.data[index] = other
+    assert module.b._version == tracked.version
+    assert tracked.changed()
+    assert tracked.was_written()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["copy_each"]
+__all__ = ["foreach_copy"]
 
 
-def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target. On a GPU, tensors of one dtype take one kernel together."""
     if targets[0].device.type == "cpu":
         torch._foreach_copy_(targets, sources)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from unisono.engine.foreach_copies import copy_each
+from unisono.engine.foreach_copies import foreach_copy
 from unisono.engine.tracked_buffer import TrackedBuffer
 
 __all__ = ["NormBuffers"]
@@ -48,7 +48,7 @@ class NormBuffers:
         """Record the present values as those before the step."""
         if not self._chosen:
             return
-        copy_each(self._before(), self._tensors)
+        foreach_copy(self._before(), self._tensors)
         self._note_written()
 
     def take(self, leaf: int) -> dict[int, Tensor]:
@@ -58,8 +58,8 @@ class NormBuffers:
         values = self._values.get(leaf)
         if values is None:
             values = self._values[leaf] = [*map(torch.empty_like, self._before())]
-        copy_each(values, self._tensors)
-        copy_each(self._tensors, self._before())
+        foreach_copy(values, self._tensors)
+        foreach_copy(self._tensors, self._before())
         self._note_written()
         return dict(zip(self._numbers, values, strict=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from unisono.engine.foreach_copies import copy_each
+from unisono.engine.foreach_copies import foreach_copy
 from unisono.errors import LossError
 
 __all__ = ["BufferKind", "TrackedBuffer", "commit"]
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes, _memcmp.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
 
 
 class BufferKind(NamedTuple):
@@ -58,7 +62,7 @@ class TrackedBuffer:
             return True
         if isinstance(self.module, _NormBase):
             return self.module.training
-        return not torch.equal(current, self.before)
+        return not _is_same(current, self.before)
 
     def was_written(self) -> bool:
         """Return True if its value is not the one that the last step left; as `changed`, but for norm layers, too."""
@@ -67,8 +71,7 @@ class TrackedBuffer:
             return current is not before
         if isinstance(self.module, _NormBase) and current is self.tensor and _version(current) == self.version:
             return False
-        alike = current.shape == before.shape and current.dtype == before.dtype
-        return not (alike and torch.equal(current, before))
+        return not _is_same(current, before)
 
     def keep(self) -> bool:
         """Record the present value as the one before the step. Return True if its shape or dtype has changed."""
@@ -187,11 +190,26 @@ def commit(buffers: Sequence[TrackedBuffer], values: list[Tensor]) -> None:
         return
     tensors = [tensor for buffer in buffers if (tensor := buffer.tensor) is not None]
     with torch.no_grad():
-        copy_each(tensors, values)
-        copy_each([buffer.turn() for buffer in buffers], tensors)
+        foreach_copy(tensors, values)
+        foreach_copy([buffer.turn() for buffer in buffers], tensors)
     for buffer, tensor in zip(buffers, tensors, strict=True):
         buffer.module._buffers[buffer.name] = tensor
         buffer.note_written()
+
+
+def _is_same(left: Tensor, right: Tensor) -> bool:
+    """Return True if two tensors have the same values; on the CPU, if they have the same bits."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if type(left) is type(right) is Tensor and all(map(_is_plain, (left, right))):
+        # torch compares element by element, which takes 5 to 100 times as long.
+        return not _memcmp(left.data_ptr(), right.data_ptr(), left.nbytes)
+    return torch.equal(left, right)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_stored = tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.is_contiguous()
+    return is_stored and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _version(tensor: Tensor) -> int:
