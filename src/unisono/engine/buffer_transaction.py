@@ -22,13 +22,13 @@ from unisono.engine.buffer_vector import BufferVector, LeafValues
 from unisono.engine.model_contents import ModelContents, member_name
 from unisono.engine.node_sums import NodeSum, add
 from unisono.engine.norm_buffers import NormBuffers
+from unisono.engine.outside_writes import OutsideWrites
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tracked_buffer import BufferKind, TrackedBuffer, commit
 from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout, NodeLayouts
 from unisono.engine.write_detection import WriteDetector
 from unisono.errors import CheckpointError, LossError
 from unisono.job.current import confirm_group
-from unisono.state.digest import digest
 
 __all__ = ["BufferTransaction"]
 
@@ -68,8 +68,7 @@ class BufferTransaction:
         self._makes = False
         """True if the step gave a first value to buffers that were None."""
         self._changes: dict[int, dict[int, Tensor]] = {}
-        self._agreed: dict[str, str] = {}
-        """The digests that written buffers had when all ranks had the same, until a step with them succeeds."""
+        self._outside = OutsideWrites()
         self.connect(make_all_reduce)
         self._total: Tensor | None = None
         self._parameters = WriteDetector(())
@@ -90,21 +89,12 @@ class BufferTransaction:
         self.find()
 
     def written_outside(self) -> dict[str, str]:
-        """Return the persistent buffers that were written since the last step, with a digest of each; before `start`.
-
-        Others may be caches, of which each rank has its own.
-        """
-        found = {}
-        for tracked in self._tracked:
-            if tracked.is_persistent and tracked.was_written():
-                self._agreed.setdefault(tracked.path, digest({"": tracked.before}))
-            if tracked.path in self._agreed:
-                found[tracked.path] = digest({"": tracked.current})
-        return {path: sha for path, sha in found.items() if sha != self._agreed[path]}
+        """Return what the loop has written since the last step; see `OutsideWrites`. Call it before `start`."""
+        return self._outside.find(self._tracked)
 
     def adopt(self) -> None:
         """Take the present values as those that all ranks have, before ranks that have them from another one go on."""
-        self._agreed.clear()
+        self._outside.forget()
         if self._tracked:
             self._keep()
 
@@ -204,7 +194,7 @@ class BufferTransaction:
         Args:
             new_buffers: `Totals.new_buffers`. If True, ranks agree anew on which buffers to sum.
         """
-        self._agreed.clear()
+        self._outside.forget()
         if new_buffers and self._agree() and self._world.group is not None:
             self._send()
             self.receive(step)
@@ -357,13 +347,10 @@ class BufferTransaction:
         sums = []
         for node in layout.nodes[self._world.rank]:
             total = NodeSum(node, add=add)
-            leaves = range(node.start, node.stop)
-            vectors = self._places().pack([self._values_of(leaf) for leaf in leaves], first=node.start)
-            for leaf, of_leaf in zip(leaves, vectors, strict=True):
+            values = [self._values_of(leaf) for leaf in range(node.start, node.stop)]
+            for leaf, of_leaf in enumerate(self._places().pack(values, first=node.start), node.start):
                 total.push(leaf, [of_leaf])
-            (vector,) = total.total()
-            assert vector is not None
-            sums.append(vector)
+            sums += [vector for vector in total.total() if vector is not None]
         return sums
 
     def _values_of(self, leaf: int) -> LeafValues:

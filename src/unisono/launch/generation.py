@@ -88,10 +88,7 @@ class Generation:
         self._ended_ns: int | None = None
 
     def open(self, rank: int) -> dict[str, int]:
-        """Open the files of a rank and return them by name, for a process in the place of an earlier one as well.
-
-        The caller sends them to the rank and closes them.
-        """
+        """Open the files of a new process of a rank, and return them by name. The caller sends and closes them."""
         page, dump, ask = self.observer.files(rank)
         if rank in self.pages:
             self.pages[rank].close()
@@ -350,10 +347,7 @@ class Generation:
 
     @property
     def dying(self) -> set[int]:
-        """Ranks that the kernel is ending: it writes their core dump, or has taken their memory and closed their files.
-
-        Others have lost their connections by then, and it can take seconds until the process is seen to have ended.
-        """
+        """Ranks that the kernel is ending. Others have lost their connections by then, up to seconds before the end."""
         return {rank for rank in self.running - self.failed if is_dying(self._pids.get(rank, 0))}
 
     def judge(self) -> RootCause:
