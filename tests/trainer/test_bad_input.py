@@ -163,6 +163,8 @@ def test_functions_that_write_to_buffers_in_evaluation_are_refused(options):
         with pytest.raises(LossError) as caught:
             call(lambda m, b: m(b[0]).sum(1), make_data())
         assert_says(caught, "wrote to buffer '0.calls'", "only where self.training is true", "persistent=False")
+    with pytest.raises(LossError, match="wrote to buffer"):
+        trainer.evaluate(lambda m, b: (delattr(m[0], "calls"), b[0].sum(1))[1], make_data())
     for model in (Counting(persistent=False, always=True), Counting(persistent=True, always=False)):
         trainer = make_trainer(model, **options)
         trainer.evaluate(lambda m, b: m(b[0]).sum(1), make_data())

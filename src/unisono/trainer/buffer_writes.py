@@ -47,9 +47,10 @@ class BufferWrites:
         )
 
     def _present(self) -> list[tuple[int, int]]:
-        return [_identity(module._buffers[name]) for _, module, name in self._places if name in module._buffers]
+        places = [(module._buffers, name) for _, module, name in self._places]
+        return [_identity(buffers[name] if name in buffers else None) for buffers, name in places]  # noqa: SIM401
 
 
 def _identity(tensor: Tensor | None) -> tuple[int, int]:
-    """Return what differs once a tensor has been written or replaced."""
+    """Return what differs once a tensor has been written, replaced or deleted."""
     return (0, 0) if tensor is None else (id(tensor), 0 if tensor.is_inference() else tensor._version)
