@@ -45,3 +45,23 @@ def test_what_the_store_cannot_carry_is_told_to_all_ranks(fork_ranks):
     words = "Object of type set is not JSON serializable"
     assert job.lines(1) == [f"TypeError {words}"]
     assert job.lines(0) == [f"PeerError rank 1 could not call unisono.subgroup: TypeError: {words}"]
+
+
+BOUND = """
+import torch, torch.distributed as dist, unisono
+unisono.init("gloo", timeout=20)
+dist.group.WORLD.bound_device_id = torch.device("cuda", 0)  # as that of a job over NCCL is
+for backend in ("shm", "gloo"):
+    pair = unisono.subgroup([2, 0], backend=backend)
+    if unisono.rank() != 1:
+        dist.all_reduce(total := torch.ones(()) + unisono.rank(), group=pair)
+        print(backend, pair.rank(), total.item())
+print(dist.group.WORLD.bound_device_id)
+"""
+
+
+def test_a_group_of_another_backend_than_that_which_is_bound_to_gpus(fork_ranks):
+    job = fork_ranks(3, BOUND)
+    assert job.lines(0) == ["shm 1 4.0", "gloo 1 4.0", "cuda:0"]
+    assert job.lines(1) == ["cuda:0"]
+    assert job.lines(2) == ["shm 0 4.0", "gloo 0 4.0", "cuda:0"]

@@ -1,4 +1,4 @@
-"""Makes torch.distributed's default group from a rendezvous, and closes its connections."""
+"""Makes torch.distributed's default group from a rendezvous, closes its connections, and makes groups of its ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import socket
 import stat
 import sys
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from unisono.errors import LaunchError
 from unisono.job.group_watch import abort_is_survived
 from unisono.job.rendezvous import Rendezvous
 
-__all__ = ["Sockets", "close_connections", "make_group"]
+__all__ = ["Sockets", "close_connections", "make_group", "make_subgroup"]
 
 
 Sockets = frozenset[tuple[int, int]]
@@ -52,6 +54,39 @@ def make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: to
             f"rank {meeting.rank} of {meeting.world_size} could not make a group by {backend!r}: {error}"
         ) from error
     return _open_sockets() - before
+
+
+def make_subgroup(
+    ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None
+) -> dist.ProcessGroup | None:
+    """Make a group of some ranks, which it numbers in this order. Every rank must call it.
+
+    Args:
+        ranks: The global ranks of the members.
+        timeout: How long its operations wait.
+        backend: None: that of the default group.
+
+    Returns:
+        The group on its members, None on other ranks.
+    """
+    with _unbound() if backend is not None and "nccl" not in backend else nullcontext():
+        made = dist.new_group(list(ranks), timeout=timeout, backend=backend, sort_ranks=False)
+    return made if isinstance(made, dist.ProcessGroup) else None
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Let the default group be bound to no device.
+
+    Of a group that is bound to a GPU, torch splits NCCL's communicator for each new group. That waits for all ranks,
+    and those in a new group of another backend would not come. It also asks the new group for its backend for GPUs.
+    """
+    default: Any = dist.group.WORLD
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 def close_connections(sockets: Sockets) -> None:

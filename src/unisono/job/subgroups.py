@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from unisono.errors import RankMismatchError
 from unisono.job.current import Job, NotMember
+from unisono.job.default_group import make_subgroup
 from unisono.job.initialize import require_job
 
 __all__ = ["split", "subgroup"]
@@ -122,8 +123,8 @@ def _wish(colour: int | str | None, key: float | None, by: str | None, job: Job)
 
 
 def _make(ranks: list[int], job: Job, backend: str | None) -> dist.ProcessGroup | NotMember:
-    made = dist.new_group(ranks, timeout=job.timeout, backend=backend, sort_ranks=False)
-    return made if isinstance(made, dist.ProcessGroup) else NotMember(f"the group of {_text([ranks, None])}")
+    made = make_subgroup(ranks, timeout=job.timeout, backend=backend)
+    return NotMember(f"the group of {_text([ranks, None])}") if made is None else made
 
 
 def _checked(ranks: Iterable[int], job: Job) -> list[int]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from unisono.backend import register
 from unisono.collectives.world import World
+from unisono.job.default_group import make_subgroup
 from unisono.machine import host_id, shared_memory_obstacle
 
 __all__ = ["StageRanks"]
@@ -57,10 +57,8 @@ class StageRanks:
             ranks = range(first, first + size)
             # Activations of ranks on one host go through shared memory, those of GPUs, too. NCCL's receives wait on the
             # GPU, and what waits for the whole GPU, such as the loading of a kernel, would wait for a message as well.
-            backend = "shm" if len({hosts[rank] for rank in ranks}) == 1 else None
-            if world.device.type == "cuda":
-                # With NCCL: torch splits its group with the ranks that are not in the new one, too, and waits for all.
-                backend = f"cpu:{backend or 'gloo'},cuda:nccl"
+            between_hosts = "gloo" if world.device.type == "cuda" else None
+            backend = "shm" if len({hosts[rank] for rank in ranks}) == 1 else between_hosts
             made.append(_world_of(world, ranks, backend=backend))
         columns = {}
         for stage in range(stages):  # a group for each, since their messages overtake each other
@@ -120,8 +118,8 @@ def _world_of(world: World, ranks: Sequence[int], *, backend: str | None = None)
     """Make the group of some ranks; return it to those in it. Every rank must call it."""
     if len(ranks) == 1:
         return World(local_rank=world.local_rank, device=world.device) if ranks[0] == world.rank else None
-    group = dist.new_group(list(ranks), timeout=timedelta(seconds=world.timeout_s), backend=backend)
-    if world.rank not in ranks:
+    group = make_subgroup(ranks, timeout=timedelta(seconds=world.timeout_s), backend=backend)
+    if group is None:
         return None
     device = world.device if backend is None else torch.device("cpu")
     return World(
