@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_a_rank_that_fails_over_nccl_is_named_and_the_others_are_ended(run_ranks
     job = run_ranks(2, PROGRAMS / "failing.py", code=1, flags=["--recover", "off"])
     assert "rank 1 failed: RuntimeError: no more data" in job.said
     assert "ended" in job.said
+
+
+def test_ranks_that_wait_over_nccl_are_reported_with_the_lines_of_the_program(run_ranks):
+    said = run_ranks(2, PROGRAMS / "late.py", flags=["--hang-report", "2"]).said
+    for call in (r"Trainer\.step", "all_reduce"):
+        line = rf"rank 0 has waited [\d.]+ s in {call} for rank 1 rank 0: {call}\([\w\[\], ]*\) at \S+late\.py:\d+"
+        assert re.search(line, said)
+    assert "time.sleep(5)" in said
 
 
 def test_ranks_that_share_a_gpu_take_gloo_and_say_so(run_ranks):

@@ -198,3 +198,23 @@ start()
 tell(plain == compiled(), len(plain[1]), [call[0] for call in calls()])
 """)
     assert told == [True, 2, ["init_process_group", "broadcast"]]
+
+
+def test_a_call_in_a_thread_of_autograd_is_at_the_line_of_the_main_thread(run):
+    """Hooks of GPUs run in threads that Python has not started, without a frame of the user's."""
+    told = run("""
+import _thread, threading, torch, torch.distributed as dist
+install(page, ask=ask, dump=-1)
+start()
+def backward(through):
+    before = calls()
+    through(dist.all_reduce, (torch.ones(2),))
+    while len(calls()) == len(before) or calls()[-1][10]:
+        pass
+backward(_thread.start_new_thread)
+backward(lambda function, args: threading.Thread(target=function, args=args).start())
+tell(calls()[1:])
+""")[0]
+    of_torch, of_python = told
+    assert of_torch[8] in ("backward", "calls") and of_torch[4] == "float32[2]"
+    assert of_python[8] not in ("backward", "calls")  # whose line would say nothing of this thread

@@ -9,13 +9,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unisono.errors import LaunchError
+from unisono.errors import GroupError, LaunchError
 from unisono.job.group_watch import abort_is_survived
 from unisono.job.rendezvous import Rendezvous
 
@@ -56,9 +57,7 @@ def make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: to
     return _open_sockets() - before
 
 
-def make_subgroup(
-    ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None
-) -> dist.ProcessGroup | None:
+def make_subgroup(ranks: Sequence[int], *, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
     """Make a group of some ranks, which it numbers in this order. Every rank must call it.
 
     Args:
@@ -68,9 +67,21 @@ def make_subgroup(
 
     Returns:
         The group on its members, None on other ranks.
+
+    Raises:
+        GroupError: The ranks are not ascending, and this version of torch cannot keep their order.
     """
+    asked = list(ranks)
+    ordered: dict[str, Any] = {}
+    if asked != sorted(asked):
+        if "sort_ranks" not in signature(dist.new_group).parameters:
+            raise GroupError(
+                f"a group of the ranks {asked} in this order needs torch 2.13, and this is torch {torch.__version__}, "
+                "which sorts them: list them in ascending order"
+            )
+        ordered = {"sort_ranks": False}
     with _unbound() if backend is not None and "nccl" not in backend else nullcontext():
-        made = dist.new_group(list(ranks), timeout=timeout, backend=backend, sort_ranks=False)
+        made = dist.new_group(asked, timeout=timeout, backend=backend, **ordered)
     return made if isinstance(made, dist.ProcessGroup) else None
 
 

@@ -348,20 +348,32 @@ class _Callers:
         self._own: dict[str, bool] = {}
 
     def find(self, frame: Any) -> tuple[str, int, str]:
-        """Return file, line and function of the user's frame that leads to this one; if there is none, the nearest."""
+        """Return file, line and function of the user's frame that leads to this one; if there is none, the nearest.
+
+        Autograd calls hooks of a GPU in a thread of its own, which Python has not started. To that leads what the main
+        thread does.
+        """
         nearest = frame.f_back or frame  # without torch's decorator
+        found, outermost = self._own_frame(frame)
+        if found is None and not outermost.f_code.co_filename.endswith("/threading.py"):
+            main = sys._current_frames().get(threading.main_thread().ident or 0)
+            found = None if main is None else self._own_frame(main)[0]
+        found = found or nearest
+        return found.f_code.co_filename, found.f_lineno, found.f_code.co_name
+
+    def _own_frame(self, frame: Any) -> tuple[Any, Any]:
+        """Return the innermost frame of the user's code from this one outwards, None if there is none, and the last."""
         for _ in range(_MOST_FRAMES):
-            code = frame.f_code
-            file = code.co_filename
+            file = frame.f_code.co_filename
             own = self._own.get(file)
             if own is None:
                 own = self._own[file] = not library_of(file)
             if own:
-                return file, frame.f_lineno, code.co_name
-            frame = frame.f_back
-            if frame is None:
+                return frame, frame
+            if frame.f_back is None:
                 break
-        return nearest.f_code.co_filename, nearest.f_lineno, nearest.f_code.co_name
+            frame = frame.f_back
+        return None, frame
 
 
 def _error_of(thread: int) -> BaseException | None:
