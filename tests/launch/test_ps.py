@@ -305,15 +305,17 @@ def test_a_name_that_is_taken_does_not_stop_a_job():
 
 
 BUSY = """
-import os, selectors, time
+import os, selectors, sys, time
 from unisono.launch.control import Control
 
-busy_s = [2.5]
+busy_s = [2.5] if "foreign" not in sys.argv else []
 
 
 def answer(question):
     time.sleep(busy_s.pop() if busy_s else 0)
-    return {"pid": os.getpid(), "name": "busy.py", "run_id": "r"}
+    job = {"pid": os.getpid(), "name": "busy.py", "run_id": "r", "directory": "/"}
+    job |= {"ranks": 1, "running": 1, "step": None}
+    return job if "foreign" not in sys.argv else {"error": "not understood"}
 
 
 selector = selectors.PollSelector()
@@ -330,6 +332,20 @@ def test_a_job_whose_launcher_is_busy_is_waited_for():
     try:
         assert launcher.stdout.readline() == "listens\n"
         assert commands.find_job(str(launcher.pid))["name"] == "busy.py"
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+def test_a_job_of_another_version_that_does_not_understand_does_not_hide_the_others():
+    launcher = subprocess.Popen([sys.executable, "-c", BUSY, "foreign"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stdout.readline() == "listens\n"
+        result = CliRunner().invoke(commands.ps, standalone_mode=False)
+        assert f"{launcher.pid}  (no answer)" in result.stdout
+        assert result.return_value == 1
+        with pytest.raises(LaunchError, match=f"job {launcher.pid} does not answer"):
+            commands.find_job(str(launcher.pid))
     finally:
         launcher.kill()
         launcher.communicate()

@@ -28,6 +28,8 @@ _PAUSE_S = 0.05
 """Between two questions whether other hosts have answered."""
 _COLUMNS = ("JOB", "NAME", "RANKS", "SINCE", "STEP", "LOSS", "ARGUMENTS", "DIRECTORY")
 _ARGUMENTS, _DIRECTORY = 6, 7
+_FACTS = frozenset(("pid", "name", "run_id", "ranks", "running", "step", "directory"))
+"""What an agent tells of its job at least."""
 _SHOWN_IDS = 3
 _LEAST = 12
 """Characters that a directory keeps on a narrow terminal."""
@@ -139,8 +141,13 @@ def stacks(job: str | None) -> int:
 def _jobs() -> tuple[list[dict[str, Any]], list[int]]:
     """Ask all jobs for their rows, and return the answers and the agents that do not answer."""
     answers = ask_all(running_jobs(), {"ask": "job"}, patience_s=_PATIENCE_S)
-    told = [answer for answer in answers.values() if answer is not None]
-    return told, [agent for agent, answer in answers.items() if answer is None]
+    told = [answer for answer in answers.values() if answer is not None and _is_row(answer)]
+    return told, [agent for agent, answer in answers.items() if answer is None or not _is_row(answer)]
+
+
+def _is_row(answer: dict[str, Any]) -> bool:
+    """Return True if an agent has told of its job; one of another version of unisono may not understand."""
+    return answer.keys() >= _FACTS
 
 
 def find_job(job: str | None) -> dict[str, Any]:
@@ -175,7 +182,7 @@ def _ask_again(agent: int) -> dict[str, Any]:
     """
     if read_state(agent).state != "stopped":
         answers = ask_all([agent], {"ask": "job"}, patience_s=_LONG_PATIENCE_S)
-        if (answer := answers.get(agent)) is not None:
+        if (answer := answers.get(agent)) is not None and _is_row(answer):
             return answer
     raise LaunchError(_describe_silent(agent))
 
