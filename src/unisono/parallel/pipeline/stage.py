@@ -102,8 +102,8 @@ class Stage:
         for place, leaf in enumerate(flatten(tuple(inputs))[0]):
             if isinstance(leaf, Tensor):
                 mode.objects[self._pipeline.program.inputs[place]] = leaf
-        if not self.plan.begin:
-            mode.begin()
+        if self.plan.draws_after < 0:
+            mode.take_over()
         with calls_seen_by(self._blocks, mode.call_block), mode:
             mode.done.result = function(self._model, *inputs)
         mode.finish()
@@ -275,8 +275,8 @@ class _StageMode(TorchFunctionMode):
         if number == self._plan.end:
             self.end()
         result = self._result_of(call, run, args, kwargs)
-        if number + 1 == self._plan.begin:  # not later: activation checkpointing of the first block notes the state
-            self.begin()
+        if number == self._plan.draws_after:
+            self.take_over()
         return result
 
     def _result_of(self, call: Call, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -295,8 +295,8 @@ class _StageMode(TorchFunctionMode):
                     self.objects[known_leaf.number] = leaf
         return result
 
-    def begin(self) -> None:
-        """Take over the generator from the stage before."""
+    def take_over(self) -> None:
+        """Take over the generators from the stage before."""
         if self._random_state is not None:
             set_generator_states(self._random_state)
 

@@ -48,6 +48,9 @@ class StagePlan:
     """Its first call."""
     end: int
     """The first call of the next stage, or the number of calls."""
+    draws_after: int
+    """The last call of a block before its own, after which it takes over the random generators; -1: at the start.
+    Before `begin`, activation checkpointing may note their state and make tensors, which are calls, too."""
     runs: tuple[bool, ...]
     """For each call, True if the stage runs it; otherwise placeholders stand for its results."""
     received: tuple[ValueTransfer, ...]
@@ -182,6 +185,7 @@ def plan_stages(program: ForwardProgram, begins: Sequence[int]) -> PipelinePlan:
                 stage=stage,
                 begin=bounds[stage],
                 end=bounds[stage + 1],
+                draws_after=max((call.number for call in program.calls[: bounds[stage]] if call.block), default=-1),
                 runs=runs,
                 received=received,
                 sent=sent,
@@ -196,6 +200,7 @@ def plan_stages(program: ForwardProgram, begins: Sequence[int]) -> PipelinePlan:
         stage=-1,
         begin=-1,
         end=-1,
+        draws_after=-1,
         runs=tuple(call.number in only_read for call in program.calls),
         received=(),
         sent=(),
