@@ -52,11 +52,14 @@ def in_stages(
             if number not in plan.parameter_stages.get(name, ()):
                 parameter.data.fill_(float("nan"))  # must not be read
     results, divided = [], set()
+    stages_of = {}  # by plan, for all its passes, as in a run
     for first in range(0, len(batches), in_flight):
         passing = []
         for inputs in batches[first : first + in_flight]:
             plan = plans.plan_for(function, inputs)
-            stages = [Stage(plan, number, own, starts=starts) for number, own in enumerate(models)]
+            if id(plan) not in stages_of:
+                stages_of[id(plan)] = [Stage(plan, number, own, starts=starts) for number, own in enumerate(models)]
+            stages = stages_of[id(plan)]
             passing.append((plan, stages, _forward(stages, function, inputs)))
         later = []
         for plan, stages, passes in passing:  # several at once, as in a schedule, in their order

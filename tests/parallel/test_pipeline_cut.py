@@ -212,6 +212,30 @@ def test_checkpoints_that_make_a_tensor_after_they_have_noted_the_generator(monk
     assert differences(Written(checkpointed), square, batches, ["l.1", "l.2"]) == []
 
 
+class Keep(torch.autograd.Function):
+    """Keeps a tensor with the graph, as checkpoints of older versions of torch keep their inputs."""
+
+    @staticmethod
+    def forward(ctx, leaf, tensor):
+        ctx.save_for_backward(tensor)
+        return torch.empty(0)
+
+
+def scaled_by_kept(m, x):
+    h = m.l[0](x)
+    kept = Keep.apply(torch.empty(0, requires_grad=True), h)
+    h = m.l[1](h)
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient * kept.grad_fn.saved_tensors[0].detach())
+    return m.l[3](m.l[2](h))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_what_a_function_keeps_is_that_of_its_pass(in_flight):
+    batches = [(torch.randn(6, 6),) for _ in range(3)]
+    assert differences(Written(scaled_by_kept), square, batches, ["l.2"], in_flight=in_flight) == []
+
+
 def test_numbers_of_inputs_may_decide():
     batches = [(torch.ones(6, 6),), (-torch.ones(6, 6),), (torch.ones(6, 6),)]
     assert differences(Written(sometimes_doubled), square, batches, ["l.2"]) == []

@@ -90,6 +90,9 @@ class Call:
     """Facts that the model's code learns from its result: numbers that it reads, shapes that depend on them."""
     draws: bool = False
     """True if it draws random numbers."""
+    in_function: bool = False
+    """True if it is called while gradients are off, as in an `autograd.Function`, which may make its result part of a
+    graph without another call."""
     results: tuple[Any, ...] = ()
     """The leaves of its result: an ObjectRef or ParameterRef for each tensor, other leaves as they are."""
     build: Builder = next

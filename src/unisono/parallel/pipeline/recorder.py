@@ -149,6 +149,7 @@ class _Recorder(TorchFunctionMode):
         self._number_of: dict[int, int] = {}
         """The object of a tensor by its id: real tensors, placeholders and fake tensors."""
         self._in_block = False
+        self._has_graph = torch.is_grad_enabled()
         self._hooks: list[Any] = []
         """The hooks for saved tensors that calls were made within, in turn."""
 
@@ -208,6 +209,7 @@ class _Recorder(TorchFunctionMode):
 
     def _new_call(self, name: str, function: Any, block: str | None) -> Call:
         call = Call(number=len(self.program.calls), name=name, function=function, block=block, line=model_line())
+        call.in_function = self._has_graph and not torch.is_grad_enabled()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None:
             if not self._hooks or self._hooks[-1] is not hooks[0]:

@@ -187,12 +187,15 @@ class Stage:
             return leaf
         if leaf.number in objects:
             return objects[leaf.number]
-        if leaf.number not in self._placeholders:
-            program = self._pipeline.program
-            value = program.values[program.objects[leaf.number].values[0]]
-            where = "an input" if value.call is None else f"made by {program.calls[value.call].name}"
-            self._placeholders[leaf.number] = Placeholder(value.layout, None, f"{where} on another stage")
-        return self._placeholders[leaf.number]
+        if (known := self._placeholders.get(leaf.number)) is not None:
+            return known
+        program = self._pipeline.program
+        value = program.values[program.objects[leaf.number].values[0]]
+        call = None if value.call is None else program.calls[value.call]
+        made = Placeholder(value.layout, None, f"{f'made by {call.name}' if call else 'an input'} on another stage")
+        if call is None or not call.in_function:  # otherwise each pass has its own: it may be part of that pass's graph
+            self._placeholders[leaf.number] = made
+        return made
 
 
 def _in_transform() -> bool:
