@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.coo_tensor import make_coo
 from unisono.embedding.compiled_rows import is_poolable, is_summable, pool_by_compiled, sum_by_compiled
 from unisono.embedding.id_order import ordered_ids
 
@@ -104,9 +105,7 @@ def embed_bags(
 
 def row_gradient(summed: SummedRows, shape: torch.Size) -> Tensor:
     """Make a coalesced COO tensor of a table's gradient."""
-    return torch.sparse_coo_tensor(
-        summed.rows.view(1, -1), summed.values, shape, is_coalesced=True, check_invariants=False
-    )
+    return make_coo(summed.rows.view(1, -1), summed.values, shape, is_coalesced=True)
 
 
 def rows_of(gradient: Tensor) -> SummedRows:
@@ -130,8 +129,5 @@ def add_row_gradients(left: SummedRows, right: SummedRows, shape: torch.Size) ->
 def _summed(indices: Tensor, values: Tensor, shape: torch.Size) -> SummedRows:
     if values.device.type == "cpu" and values.dim() == 2 and values.dtype in (torch.float32, torch.float64):
         return sum_by_row(indices, values.contiguous())
-    checks = torch.sparse.check_sparse_tensor_invariants
-    # Asked for in so many words, or some versions of torch warn of it.
-    with checks(checks.is_enabled()):  # type: ignore[no-untyped-call]
-        summed = torch.sparse_coo_tensor(indices.view(1, -1), values, shape).coalesce()
+    summed = make_coo(indices.view(1, -1), values, shape).coalesce()
     return SummedRows(summed._indices()[0], summed._values())

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.coo_tensor import make_coo
 from unisono.errors import UnisonoError
 from unisono.parallel.gradient_state import GradientState
 from unisono.parallel.gradient_transport import GradientTransport
@@ -47,11 +48,10 @@ def reduce_sparse(i: int, gradients: GradientState, gradient_transport: Gradient
     found = [int(count) for count in counts]
     longest = max(found)
     all_indices, all_values = (_gather_padded(part, longest, gradient_transport) for part in (indices, values))
-    total = torch.sparse_coo_tensor(
+    total = make_coo(
         torch.cat([part[:n] for part, n in zip(all_indices, found, strict=True)]).view(1, -1),
         torch.cat([part[:n] for part, n in zip(all_values, found, strict=True)]),
         tensor.shape,
-        check_invariants=False,
     ).coalesce()
     gradients.give(i, total)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unisono.coo_tensor import make_coo
 from unisono.shm.arithmetic import Arithmetic, arithmetic
 from unisono.shm.collective_context import CollectiveContext, Operation, copy
 from unisono.shm.data_movement import all_gather
@@ -125,7 +126,7 @@ def all_reduce_sparse(context: CollectiveContext, tensor: Tensor) -> Operation:
         total: Tensor | None = None
         for i, v in zip(all_indices, all_values, strict=True):
             # Normal tensors, not inference tensors, because the user's autograd may see the result.
-            part = torch.sparse_coo_tensor(i.clone(), v.clone(), tensor.shape, check_invariants=False)
+            part = make_coo(i.clone(), v.clone(), tensor.shape)
             total = part if total is None else total + part
         assert total is not None
         return [total.coalesce()]
