@@ -2,7 +2,8 @@
 
 On the CPU each model has a separate group. So its messages may interleave with those of other models, of SyncBatchNorm,
 or of the program, in a different order on each rank, and are never matched with the wrong ones. Groups of GPUs are
-shared: each costs memory on the device.
+shared: each costs memory on the device. So are groups of some ranks with torch 2.14, which names the groups that follow
+otherwise on ranks that have made one among themselves: ranks would wait for each other in the next `new_group`.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class GradientTransport:
             devices: The devices of the gradients.
             timeout: How long to wait for other ranks in a new group; None means the timeout of `group`.
         """
-        if any(device.type != "cpu" for device in devices):
-            return cls(group, own=False, polls=False)
         ranks = dist.get_process_group_ranks(group)
         whole = group is dist.group.WORLD
+        if any(device.type != "cpu" for device in devices) or (not whole and torch.__version__ >= "2.14"):
+            return cls(group, own=False, polls=False)
         made = dist.new_group(
             ranks,
             timeout=timeout or group._get_backend(torch.device("cpu")).options._timeout,

@@ -114,17 +114,19 @@ def reference():
     for step in range(STEPS):
         freeze(model, step)
         before = [b.clone() for b in model.buffers()]
-        gradients, total, buffers = {}, 0.0, []
+        gradients, totals, buffers = {}, {}, []
         for share in range(SHARES):
             model.zero_grad()
             for b, value in zip(model.buffers(), before, strict=True):
                 b.copy_(value)
+            of_share = None
             for loss in losses(model, step, share):
                 loss.backward()
-                total += loss.item()
+                of_share = loss.detach() if of_share is None else of_share + loss.detach()
+            totals[Node(share, share + 1)] = [of_share]
             gradients[Node(share, share + 1)] = [p.grad for p in model.parameters()]
             buffers.append([b.double() for b in model.buffers()])
-        summed = fold(gradients, leaves=SHARES, add=add)
+        summed, (total,) = (fold(each, leaves=SHARES, add=add) for each in (gradients, totals))
         for p, gradient in zip(model.parameters(), summed, strict=True):
             p.grad = None if gradient is None else gradient * (1 / SHARES)
         norm = sum(p.grad.double().square().sum() for p in model.parameters() if p.grad is not None).sqrt().item()
@@ -137,7 +139,7 @@ def reference():
             b.copy_(sum(values) / SHARES if b.is_floating_point() else values[0])
         optimizer.step()
         schedule.step()
-        print(f"step {step}: loss {total / SHARES:.4f}, norm {f'{norm:.4f}' if step % 2 else None}")
+        print(f"step {step}: loss {total.item() / SHARES:.4f}, norm {f'{norm:.4f}' if step % 2 else None}")
     print("test", test_loss(model))
     tell(model, optimizer)
 
