@@ -1,6 +1,7 @@
 """What ranks print arrives whole, in order and with the rank in front."""
 
 import os
+import socket
 
 from unisono.launch.output.streams import Prefixes, Sink, wants_colour
 
@@ -11,6 +12,24 @@ def test_colour_is_for_terminals():
     assert not wants_colour({}, terminal=False)
     assert not wants_colour({"TERM": "dumb"}, terminal=True)
     assert wants_colour({"NO_COLOR": ""}, terminal=True)
+
+
+def test_lines_begin_as_a_template_says(run_ranks):
+    program = "import os\nprint('same')\nprint('own', os.environ['RANK'])\n"
+    template = "${hostname} ${role_name}${local_rank} ${rank} $5 ${unknown}> "
+    job = run_ranks(2, program, flags=["--role", "actor", "--log-line-prefix-template", template])
+    begins = [f"{socket.gethostname()} actor{ranks} {ranks} $5 ${{unknown}}> " for ranks in ("0-1", "0", "1")]
+    assert set(job.out.splitlines()) == {begins[0] + "same", begins[1] + "own 0", begins[2] + "own 1"}
+
+
+def test_a_template_comes_from_torchruns_variable_too(run_ranks, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "rank ${rank}: ")
+    assert run_ranks(2, "print('same')\n").out == "rank 0-1: same\n"
+
+
+def test_local_ranks_of_a_template_count_from_0_on_each_host():
+    prefixes = Prefixes(colour=True, template="${local_rank}/${rank} ", number_of=lambda rank: rank - 4)
+    assert prefixes.of({4, 5}) == b"\x1b[1m0-1/4-5 \x1b[0m"
 
 
 def test_a_stream_that_is_not_read_does_not_block():

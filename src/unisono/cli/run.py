@@ -138,8 +138,9 @@ def _port(endpoint: reading.Endpoint | None, master_port: int | None) -> int:
 def _output(given: Mapping[str, Any], *, ranks: int) -> Output:
     folder = given["log_dir"]
     shown = given["local_ranks_filter"]
+    prefix = given["log_line_prefix_template"] or None
     if folder == os.devnull:  # as in torchrun, this means no log files
-        return Output(shown=shown)
+        return Output(shown=shown, prefix=prefix)
     redirects, tee = given["redirects"], given["tee"]
     if folder is not None and redirects is None and tee is None:
         tee = reading.read_streams("3")
@@ -152,6 +153,7 @@ def _output(given: Mapping[str, Any], *, ranks: int) -> Output:
         redirected={rank: streams - teed[rank] for rank, streams in redirected.items()},
         teed=teed,
         shown=shown,
+        prefix=prefix,
         stdout_filters=given["duplicate_stdout_filters"],
         stderr_filters=given["duplicate_stderr_filters"],
     )

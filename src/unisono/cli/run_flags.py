@@ -214,6 +214,14 @@ FLAGS = (
         help="Print to log files and here; written as for --redirects.  [with --log-dir: 3]",
     ),
     Flag(
+        ["--log-line-prefix-template"],
+        section=_OUTPUT,
+        envvar=["PET_LOG_LINE_PREFIX_TEMPLATE", "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"],
+        metavar="TEMPLATE",
+        help="Begin lines with this text, where ${rank}, ${local_rank}, ${role_name} and ${hostname} are filled in.  "
+        "['[${rank}] ']",
+    ),
+    Flag(
         ["--local-ranks-filter"],
         section=_OUTPUT,
         type=Reader(reading.read_rank_list),

@@ -102,6 +102,7 @@ class _Agent:
             environment=environment,
             output=job.output,
             run_id=job.run_id,
+            role=job.role,
             stdin=job.stdin,
         )
         self._colour = wants_colour(environment, terminal=stderr.isatty())

@@ -42,6 +42,8 @@ class Output:
     """By local rank, which of them go to log files and to the terminal."""
     shown: frozenset[int] | None = None
     """Local ranks whose output is shown. None: all."""
+    prefix: str | None = None
+    """What lines begin with, as a template; see `output.streams.Prefixes`. None: the ranks in brackets."""
     stdout_filters: tuple[str, ...] = ()
     """Lines of standard output that contain one of these texts also go to one common file, filtered_stdout.log."""
     stderr_filters: tuple[str, ...] = ()

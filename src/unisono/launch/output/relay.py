@@ -29,7 +29,7 @@ from unisono.launch.output.event_relay import EventRelay
 from unisono.launch.output.line_merging import LineMerger, MergedLine
 from unisono.launch.output.live import LiveArea, LiveLines, plain_text
 from unisono.launch.output.logs import STREAMS, LogFile, Route, RunLogs, route
-from unisono.launch.output.streams import LauncherStream, Sink, open_streams
+from unisono.launch.output.streams import LauncherStream, Prefixes, Sink, open_streams
 
 __all__ = ["Relay"]
 
@@ -72,6 +72,7 @@ class Relay:
     Args:
         selector: The agent's; the data of each key is the function to call when the file is ready.
         run_id: The name of the folder of log files.
+        role: The role of the ranks, for prefixes of lines.
         stdin: The rank that has standard input, whose prompts are shown.
         clock: The monotonic clock.
 
@@ -88,12 +89,17 @@ class Relay:
         environment: Mapping[str, str],
         output: Output,
         run_id: str = "",
+        role: str = "default",
         stdin: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._selector = selector
         self._clock = clock
-        self._streams = self._stdout, self._stderr = open_streams(stdout, stderr, environment)
+
+        def make_prefixes(colour: bool) -> Prefixes:
+            return Prefixes(colour=colour, template=output.prefix, role=role, number_of=self._number)
+
+        self._streams = self._stdout, self._stderr = open_streams(stdout, stderr, environment, make_prefixes)
         self._events = EventRelay(stderr, complain=self.say)
         self._merger = LineMerger()
         self._ranks: dict[int, _Rank] = {}
@@ -117,10 +123,16 @@ class Relay:
         """Let the ranks of this machine begin at a number. Flags and log folders count from 0 on each machine."""
         self._live_rank += rank - self._first_rank
         self._first_rank = rank
+        self._forget_prefixes()
 
     def move(self, rank: int, number: int) -> None:
         """Let a rank that has come from another machine have this number among those of this one."""
         self._numbers[rank] = number
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        for stream in self._streams:
+            stream.prefixes.forget()
 
     @property
     def broken(self) -> bool:

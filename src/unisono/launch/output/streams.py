@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import stat
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
+from string import Template
 from typing import TextIO
 
 from unisono.text import format_ranks
@@ -29,11 +31,34 @@ class Prefixes:
 
     >>> Prefixes(colour=False).of({3}), Prefixes(colour=False).of({0, 1, 2})
     (b'[3] ', b'[0-2] ')
+    >>> template = "${role_name}/${local_rank} of ${rank}: "
+    >>> Prefixes(colour=False, template=template, role="actor", number_of=lambda rank: rank - 4).of({4, 5})
+    b'actor/0-1 of 4-5: '
+
+    Args:
+        colour: True to colour them.
+        template: The text, in which ${rank}, ${local_rank}, ${role_name} and ${hostname} stand for what is filled in.
+            None: "[${rank}] ", of which the last character is not coloured.
+        role: The role of the ranks.
+        number_of: Returns the number of a rank on this machine.
     """
 
-    def __init__(self, *, colour: bool) -> None:
-        self._colour = colour
+    def __init__(
+        self,
+        *,
+        colour: bool,
+        template: str | None = None,
+        role: str = "default",
+        number_of: Callable[[int], int] = lambda rank: rank,
+    ) -> None:
+        self._colour, self._number_of = colour, number_of
+        self._template = None if template is None else Template(template)
+        self._facts = {"role_name": role, "hostname": socket.gethostname()}
         self._known: dict[Hashable, bytes] = {}
+
+    def forget(self) -> None:
+        """Make prefixes anew, as ranks have other numbers."""
+        self._known.clear()
 
     def of(self, ranks: Collection[int]) -> bytes:
         """Return the prefix for a line of these ranks."""
@@ -46,11 +71,17 @@ class Prefixes:
         return prefix
 
     def _make(self, ranks: Collection[int]) -> bytes:
-        text = f"[{format_ranks(ranks, separator=',')}]"
+        text, end = f"[{format_ranks(ranks, separator=',')}]", " "
+        if self._template is not None:
+            numbers = [self._number_of(rank) for rank in ranks]
+            shown = {
+                name: format_ranks(found, separator=",") for name, found in (("rank", ranks), ("local_rank", numbers))
+            }
+            text, end = self._template.safe_substitute(self._facts, **shown), ""
         if not self._colour:
-            return f"{text} ".encode()
+            return (text + end).encode()
         colour = _COLOURS[min(ranks) % len(_COLOURS)] if len(ranks) == 1 else _BOLD
-        return f"\x1b[{colour}m{text}\x1b[0m ".encode()
+        return f"\x1b[{colour}m{text}\x1b[0m{end}".encode()
 
 
 class Sink:
@@ -135,15 +166,22 @@ class LauncherStream:
 
 
 def open_streams(
-    stdout: TextIO, stderr: TextIO, environment: Mapping[str, str]
+    stdout: TextIO, stderr: TextIO, environment: Mapping[str, str], make_prefixes: Callable[[bool], Prefixes]
 ) -> tuple[LauncherStream, LauncherStream]:
-    """Return standard output and standard error, which share a sink if they are one terminal."""
+    """Return standard output and standard error, which share a sink if they are one terminal.
+
+    Args:
+        stdout: Standard output.
+        stderr: Standard error.
+        environment: The environment, which may forbid colours.
+        make_prefixes: Returns the prefixes of a stream; True if they are coloured.
+    """
     streams, sinks = [], [Sink(stdout.fileno())]
     terminals = [stream.isatty() for stream in (stdout, stderr)]
     # On one terminal, order and the lines at its bottom need one writer.
     devices = [os.fstat(stream.fileno()).st_rdev for stream in (stdout, stderr)]
     sinks.append(sinks[0] if all(terminals) and devices[0] == devices[1] else Sink(stderr.fileno()))
     for number, (sink, terminal) in enumerate(zip(sinks, terminals, strict=True)):
-        prefixes = Prefixes(colour=wants_colour(environment, terminal=terminal))
+        prefixes = make_prefixes(wants_colour(environment, terminal=terminal))
         streams.append(LauncherStream(number, sink, terminal, prefixes))
     return streams[0], streams[1]
