@@ -154,3 +154,11 @@ def test_a_job_runs_with_closed_streams(script):
     command = ["sh", "-c", '"$0" -m unisono run -n 2 "$1" <&- >&- 2>&-', sys.executable, str(script)]
     assert subprocess.run(command, timeout=60, check=False).returncode == 0
     assert (script.parent / "ran").exists()
+
+
+def test_a_shell_can_complete_flags(monkeypatch):
+    monkeypatch.setenv("_UNISONO_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "unisono run --hang")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    done = subprocess.run([sys.executable, "-m", "unisono"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["plain,--hang-report", "plain,--hang-abort"]
