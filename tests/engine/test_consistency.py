@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.engine.consistency import StepDescription, raise_differences
+from unisono.engine.consistency import StepDescription, settle_differences
 from unisono.errors import RankMismatchError
 
 
@@ -20,7 +20,7 @@ class _World:
 
 def _raise(own, *others, engine=({}, {})):
     description = StepDescription(0, lambda: own)
-    raise_differences(_World(*((other, engine[1]) for other in others)), description, engine[0])
+    settle_differences(_World(*((other, engine[1]) for other in others)), description, engine[0])
 
 
 def test_calls_that_differ_are_told_before_all_else():

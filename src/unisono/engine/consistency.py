@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,17 @@ from unisono.mismatch import CALL, CallDescription, Document, describe_mismatch,
 
 __all__ = [
     "BROKEN",
+    "WEIGHTS",
     "ConsistencyCheck",
     "GroupConsistencyCheck",
     "NoConsistencyCheck",
     "StepDescription",
-    "raise_differences",
+    "settle_differences",
 ]
+
+WEIGHTS = "weights"
+"""The entry of a document with the checksums of all weights. Fingerprints may differ because one rank alone has written
+weights, and be all the same otherwise; then these decide."""
 
 _TAG = 1
 """The tag of messages with fingerprints; gradients have 0."""
@@ -159,7 +164,7 @@ class GroupConsistencyCheck:
         self._wait()
         numbers: list[int] = torch.cat([self._all[peer] for peer in self._peers]).tolist()
         if any(number != self._intent.fingerprint for number in numbers):
-            raise_differences(self._world, self._intent)
+            settle_differences(self._world, self._intent)
 
     def compare(self, intent: StepDescription) -> None:
         """See `ConsistencyCheck`."""
@@ -177,10 +182,11 @@ class GroupConsistencyCheck:
         self._works, self.is_open = [], False
 
 
-def raise_differences(world: World, intent: StepDescription, engine: Document = MappingProxyType({})) -> NoReturn:
+def settle_differences(world: World, intent: StepDescription, engine: Document = MappingProxyType({})) -> None:
     """Exchange descriptions of the ranks' operations, and raise an error that names the differences.
 
-    Every rank must call it.
+    Every rank must call it. It returns if nothing differs but that some ranks have written weights, to the values that
+    they have on all ranks.
 
     Args:
         world: The ranks.
@@ -188,18 +194,22 @@ def raise_differences(world: World, intent: StepDescription, engine: Document = 
         engine: A description by the engine, compared only if nothing else differs.
 
     Raises:
-        RankMismatchError: Always, on all ranks.
+        RankMismatchError: On all ranks, if something differs.
     """
     documents = world.gather((dict(intent.describe()), dict(engine)))
     everyone = [of_rank for of_rank, _ in documents]
     calls = {rank: CallDescription(document[CALL]) for rank, document in enumerate(everyone)}
     if different := describe_mismatch(calls, remedy=_REMEDY):
         raise RankMismatchError(different)
+    weights = [{WEIGHTS: document.pop(WEIGHTS)} for document in everyone if WEIGHTS in document]
     differences = (
         tell_differences(everyone)
         or tell_differences([of_engine for _, of_engine in documents])
-        or "their fingerprints differ, though the descriptions behind them look the same"
+        or tell_differences(weights)  # which also differ where ranks train different ones
     )
+    if differences is None and weights:
+        return
+    differences = differences or "their fingerprints differ, though the descriptions behind them look the same"
     raise RankMismatchError(
         f"ranks differ: {differences}. {STEP_UNDONE} Do the same on every rank between steps, and from numbers that "
         "are equal on all ranks, such as the mean loss of a step or an evaluation."

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine import StepDescription, Trained
+from unisono.engine.consistency import WEIGHTS
 from unisono.engine.description import (
     PLAIN,
     describe_groups,
@@ -30,6 +31,7 @@ from unisono.engine.description import (
     settings_of,
 )
 from unisono.engine.model_contents import parameter_names
+from unisono.engine.weight_comparison import WeightComparison
 from unisono.mismatch import CALL, Document
 
 __all__ = ["StepFingerprint", "intent_of_call"]
@@ -82,6 +84,7 @@ class StepFingerprint:
         call: int,
         options: str = "",
         written: Mapping[str, str] = MappingProxyType({}),
+        weights: WeightComparison | None = None,
     ) -> StepDescription:
         """Describe what a step is about to do.
 
@@ -92,6 +95,7 @@ class StepFingerprint:
             call: Counts the steps taken with its batch before.
             options: How the step differs from a plain one.
             written: The buffers that the loop has written since the last step, with their digests.
+            weights: Finds the weights that it has written, where each rank has a copy of its own.
         """
         values = self._present()
         modes = list(map(_mode_of, self._members))
@@ -104,11 +108,12 @@ class StepFingerprint:
         ):
             self._remember(trained, values, modes)
         base = self._base
-        if options or written:
-            base = _number(repr((base, options, [*written.items()])).encode())
+        rewritten = {} if weights is None else weights.find()
+        if options or written or rewritten:
+            base = _number(repr((base, options, [*written.items()], [*rewritten.items()])).encode())
         # No hash, which takes longer: places near each other have different numbers, and that is what is needed.
         number = (base + epoch * _EPOCH + step * _STEP + call * _CALL) & _MASK
-        return StepDescription(number, partial(self._document, epoch, step, call, options, written))
+        return StepDescription(number, partial(self._document, (epoch, step, call), options, written, weights))
 
     def _remember(self, trained: Trained, values: list[Any], modes: list[bool]) -> None:
         if trained is not self._trained:
@@ -131,7 +136,14 @@ class StepFingerprint:
         values += [attributes.get(key) for attributes, key in self._settings]
         return values
 
-    def _document(self, epoch: int, step: int, call: int, options: str, written: Mapping[str, str]) -> Document:
+    def _document(
+        self,
+        place: tuple[int, int, int],
+        options: str,
+        written: Mapping[str, str],
+        weights: WeightComparison | None,
+    ) -> Document:
+        epoch, step, call = place
         given = (f", optimizer={self._name!r}" if self._name else "") + options
         return {
             CALL: f"{self._call}({given.removeprefix(', ')})",
@@ -143,6 +155,7 @@ class StepFingerprint:
             **describe_modes(self._modules),
             **describe_settings(self._modules),
             "buffers written since the last step": [f"{name} = {sha[:8]}" for name, sha in written.items()],
+            **({} if weights is None else {WEIGHTS: weights.describe()}),
         }
 
     def _groups(self) -> list[dict[str, Any]]:

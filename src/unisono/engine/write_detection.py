@@ -53,20 +53,24 @@ class WriteDetector:
 
     def written(self) -> Tensor | None:
         """Return a parameter that was written to since `remember`, or None."""
+        return next(iter(self.all_written()), None)
+
+    def all_written(self) -> list[Tensor]:
+        """Return the parameters that were written to since `remember`."""
         if self._move:
             pairs = zip(self._parameters, self._versions, strict=True)
-            return next((p for p, version in pairs if p._version != version), None)
+            return [p for p, version in pairs if p._version != version]
         versions, addresses = list(map(_version_of, self._parameters)), list(map(Tensor.data_ptr, self._parameters))
-        if versions == self._versions and addresses == self._addresses:
-            # Read values only now: if an address has changed, the memory at the old one may be gone.
-            values = self._read()
-            if values == self._values:
-                return None
-        for i, p in enumerate(self._parameters):
-            if versions[i] != self._versions[i] or addresses[i] != self._addresses[i]:
-                return p
-        owners = [p for p in self._read_ones for _ in _words(p)]
-        return next(p for p, now, then in zip(owners, values, self._values, strict=False) if now != then)
+        found: set[int] = set()
+        if versions != self._versions or addresses != self._addresses:
+            before = zip(versions, self._versions, addresses, self._addresses, strict=True)
+            changed = [version != known or address != at for version, known, address, at in before]
+            found = {id(p) for p, is_changed in zip(self._parameters, changed, strict=True) if is_changed}
+        # Where an address has changed, the memory at the old one may be gone.
+        if addresses == self._addresses and (values := self._read()) != self._values:
+            owners = [p for p in self._read_ones for _ in _words(p)]
+            found |= {id(p) for p, now, then in zip(owners, values, self._values, strict=False) if now != then}
+        return [p for p in self._parameters if id(p) in found] if found else []
 
 
 def _words(parameter: Tensor) -> Sequence[int]:

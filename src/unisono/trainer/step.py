@@ -31,18 +31,20 @@ from unisono.engine import (
     parts_of,
     trained_by,
 )
+from unisono.engine.collective import CollectiveEngine
 from unisono.engine.local_steps import LocalStepsEngine
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.engine.step_fingerprint import StepFingerprint
+from unisono.engine.weight_comparison import WeightComparison
 from unisono.errors import LossError, NonFiniteLossError, TableFullError
 from unisono.job.current import confirm_group
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.average import Average
-from unisono.text import list_first
 from unisono.trainer.changed_gradients import check_gradients
 from unisono.trainer.closure import check_closure, needs_closure, step_with_closure
+from unisono.trainer.loss_check import check_totals
 from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter
 from unisono.trainer.run_context import RunContext
@@ -50,8 +52,6 @@ from unisono.trainer.step_gradients import PLAIN_STEP, Loss, StepGradients, Step
 from unisono.trainer.step_result import StepResult
 
 __all__ = ["Loss", "StepOptions", "StepRunner"]
-
-_SHOWN_SAMPLES = 16
 
 
 class _Evaluation(NamedTuple):
@@ -65,15 +65,6 @@ class _Evaluation(NamedTuple):
     """Norm of the gradient before clipping; None without clipping."""
     values: Mapping[str, Average]
     """Means of the further values."""
-
-
-class _BadShare(NamedTuple):
-    """A virtual rank whose loss was not finite, as ranks send it to each other."""
-
-    virtual_rank: int
-    rank: int
-    loss: float
-    indices: list[int]
 
 
 class StepRunner:
@@ -98,6 +89,9 @@ class StepRunner:
         self._optimizer, self._buffers = optimizer, buffers
         self._needs_closure = needs_closure(optimizer)
         self._fingerprint = fingerprint
+        self._trained = Trained((), ())
+        self._tables: list[Tensor] = []
+        """The weights of embedding tables among them."""
         self.connect(engines)
         self._clip_grad_norm = clip_grad_norm
         if autocast == "fp16":
@@ -106,9 +100,6 @@ class StepRunner:
             self.scaler.scale(torch.zeros((), dtype=torch.float32, device=run.device))
         self.weight = 0.0
         """Divisor of the last step's losses: the number of samples, or the weights that the loss function returned."""
-        self._trained = Trained((), ())
-        self._tables: list[Tensor] = []
-        """The weights of embedding tables among them."""
         self._seen = -1
         """Version of the models' contents when parameters were last listed."""
         self._restricted = False
@@ -122,6 +113,7 @@ class StepRunner:
         """Use the engine and the consistency check of the ranks that there are now, from the next step on."""
         self._engine = self._shares.engine = engines.engine(self._optimizer)
         self._comparison = engines.comparison
+        self._weights = self._compared_weights()
         self._run.clock.restart()
         self.transaction = StepTransaction()
         """The step under way. The caller of `run` closes it, once the run's state accounts for the step."""
@@ -185,6 +177,8 @@ class StepRunner:
             self._engine.update(scaler)
             if self._tables:
                 drop(self._tables)  # ranks of one host have gradients of some rows only
+        if self._weights is not None:
+            self._weights.remember()
         if scaler is not None:
             scale = scaler.get_scale()
             scaler.update()
@@ -232,6 +226,7 @@ class StepRunner:
                 call=call,
                 options=options.describe(),
                 written=self._buffers.written_outside() if isinstance(self._buffers, BufferTransaction) else {},
+                weights=self._weights,
             )
             # Before ranks wait for what others send.
             if options.encode is not None or not self._run.has_whole_model or self._run.exchange is not None:
@@ -253,7 +248,7 @@ class StepRunner:
             if self._run.world.group is not None:
                 confirm_group()
             self._run.resizing.agree(is_wanted=totals.wants_resize)
-            self._check(totals, batch)
+            check_totals(totals, batch, world=self._run.world, gradients=self._shares)
             values = self._shares.values.means(self._run.world, "trainer.step") if totals.has_values else {}
             if clock.is_due:
                 clock.exchange(self._run.world)
@@ -323,32 +318,17 @@ class StepRunner:
         self._trained, self._looked_in = found, -1
         of_tables = [part for part in parts_of(self._optimizer) if isinstance(part, TableOptimizer)]
         self._tables = [p for part in of_tables for p in trained_by(part, found).parameters]
+        self._weights = self._compared_weights()
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]
         # Gradients of parameters that this step does not train would only accumulate.
         self._restricted = bool(others)
 
-    def _check(self, totals: Totals, batch: Batch) -> None:
-        """Raise, on all ranks, if the loss is NaN or infinite (NonFiniteLossError) or all weights are 0 (LossError)."""
-        where = f"epoch {batch.epoch}, step {batch.step}"
-        if not math.isfinite(totals.loss):
-            bad = [
-                _BadShare(
-                    share.virtual_rank,
-                    self._run.world.rank,
-                    value.item(),
-                    [i for micro_batch in share.micro_batches for i in micro_batch.indices],
-                )
-                for share, value in self._shares.losses
-                if not math.isfinite(value.item())
-            ]
-            found = [share for shares in self._run.world.gather(bad, "trainer.step") for share in shares]
-            raise NonFiniteLossError(_describe_bad(totals.loss, where, found, hint=self._shares.hint))
-        if totals.weight == 0:
-            raise LossError(
-                f"the weights of all {batch.size} samples of {where} add up to 0, so the loss has no mean: give at "
-                "least one token or sample a weight above zero."
-            )
+    def _compared_weights(self) -> WeightComparison | None:
+        """Return what finds weights that a loop has written; None where ranks share them, or do not have all."""
+        if not isinstance(self._engine, CollectiveEngine) or not self._run.has_whole_model:
+            return None
+        return WeightComparison(self._trained, without=self._tables)
 
     def _finish_gradients(self, totals: Totals, batch: Batch, call: int, options: StepOptions) -> float | None:
         """Divide gradients by the weight, unscale and clip them: the same on every rank."""
@@ -384,14 +364,3 @@ class StepRunner:
         self._fails_alike = True
         check_gradients(self._run.world, self._trained, error)
         self._fails_alike = False
-
-
-def _describe_bad(loss: float, where: str, bad: list[_BadShare], *, hint: str = "") -> str:
-    culprits = "".join(
-        f"\n  virtual rank {share.virtual_rank} (rank {share.rank}): loss {share.loss}, "
-        f"samples {list_first(share.indices, _SHOWN_SAMPLES)}"
-        for share in bad
-    )
-    culprits = culprits or "\n  each virtual rank's own loss is finite; their sum is not"
-    advice = " ".join(filter(None, ("Look at those samples, or lower the learning rate.", hint)))
-    return f"the loss is {loss} at {where}. {STEP_UNDONE}{culprits}\n{advice}"

@@ -405,6 +405,8 @@ def try_changes(engine, *, width):
         if RANK != 1:
             run.model.load_state_dict(loaded)
         run.step("net", batch)
+    if engine == "collective":
+        write_weights(run)
     print("weights sha256:", trainer.digest(), flush=True)
 
     batch = next(run.batches)
@@ -417,6 +419,29 @@ def try_changes(engine, *, width):
         run.step("net", batch)
     except RankMismatchError as error:
         say("a batch left out", error)
+
+
+@torch.no_grad()
+def write_weights(run):
+    """Where each rank has weights of its own, what one of them alone writes is found, and what all write is none."""
+    weight = run.model.last.weight
+    middle = tuple(size // 2 for size in weight.shape)
+    writes = {
+        "a weight": lambda: weight.view(-1)[1:2].add_(1.0),
+        "a weight by its data": lambda: weight.data[middle].add_(1.0),
+        "all that is loaded": lambda: run.model.load_state_dict({k: v + 1 for k, v in run.model.state_dict().items()}),
+    }
+    for name, write in writes.items():
+        before, batch = {k: v.clone() for k, v in run.model.state_dict().items()}, next(run.batches)
+        for writers in ([1], [0, 1, 2]):
+            if RANK in writers:
+                write()
+            try:
+                with torch.enable_grad():
+                    run.step("net", batch)
+            except RankMismatchError as error:
+                say(name, error)
+                run.model.load_state_dict(before)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ A check costs two words and a barrier. In the shared engine the barrier is the o
 
 from __future__ import annotations
 
-from unisono.engine.consistency import BROKEN, StepDescription, raise_differences
+from unisono.engine.consistency import BROKEN, StepDescription, settle_differences
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.errors import UnisonoError
@@ -95,7 +95,7 @@ class SharedConsistencyCheck:
         numbers = runtime.published(first + _FINGERPRINT, passed)
         if numbers.count(self._published) != len(numbers):
             anew = self._published != self._intent.fingerprint
-            raise_differences(runtime.world, self._intent, {_PLACE: "anew" if anew else "before"})
+            settle_differences(runtime.world, self._intent, {_PLACE: "anew" if anew else "before"})
         if step is None:
             self._outside.raise_interrupt()
         return passed
