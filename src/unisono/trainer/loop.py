@@ -359,7 +359,7 @@ class Loop:
         self._table_statistics.end(self._cursor.total_steps)
         shown = name if len(self.optimizers.runners) > 1 else None
         self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
-        if (message := runner.mode_warning(batch.epoch)) is not None:
+        for message in runner.warnings(batch.epoch):
             self._warn(message)
         return result
 

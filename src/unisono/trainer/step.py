@@ -7,7 +7,7 @@ discarded and buffers restored, and the weights are written last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_
 from typing import Any, Literal, NamedTuple
@@ -42,6 +42,7 @@ from unisono.errors import LossError, NonFiniteLossError, TableFullError
 from unisono.job.current import confirm_group
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.average import Average
+from unisono.trainer.attribute_writes import AttributeWrites
 from unisono.trainer.changed_gradients import check_gradients
 from unisono.trainer.closure import check_closure, needs_closure, step_with_closure
 from unisono.trainer.loss_check import check_totals
@@ -81,6 +82,7 @@ class StepRunner:
         buffers: BufferTransaction | StagedBuffers,
         gradients: StepGradients,
         fingerprint: StepFingerprint,
+        attributes: AttributeWrites,
         autocast: Literal["bf16", "fp16"] | None,
         clip_grad_norm: float | None,
     ) -> None:
@@ -88,7 +90,7 @@ class StepRunner:
         self._shares = gradients
         self._optimizer, self._buffers = optimizer, buffers
         self._needs_closure = needs_closure(optimizer)
-        self._fingerprint = fingerprint
+        self._fingerprint, self._attributes = fingerprint, attributes
         self._trained = Trained((), ())
         self._tables: list[Tensor] = []
         """The weights of embedding tables among them."""
@@ -234,6 +236,8 @@ class StepRunner:
             self._comparison.intend(intent)
         self._shares.prepare(loss_fn, batch)
         self._engine.start(step, self._trained, leaves=leaves)
+        if self._run.virtual_ranks > 1:
+            self._attributes.begin()
         self._buffers.start(leaves=leaves)  # after the engine, which may move parameters
         try:
             self._shares.compute(loss_fn, batch, self._trained, restricted=self._restricted, call=call, options=options)
@@ -280,17 +284,21 @@ class StepRunner:
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         begin_training(self._modules, {id(p) for p in parameters if p.requires_grad})
 
-    def mode_warning(self, epoch: int) -> str | None:
-        """Return a warning, once, if the parameters that the last step trained have dropout in evaluation mode.
+    def warnings(self, epoch: int) -> Iterator[str]:
+        """Yield what the last step gives rise to, each once.
 
-        This is checked after the first step of each epoch, and after the first one that trains other parameters.
+        Whether parameters that it trained have dropout in evaluation mode is checked after the first step of each
+        epoch, and after the first one that trains other parameters.
         """
+        if (message := self._attributes.warning()) is not None:
+            yield message
         if epoch == self._looked_in or self._warned:
-            return None
+            return
         self._looked_in = epoch
         message = idle_dropout(self._modules, {id(p) for p in self._trained.parameters})
         self._warned = message is not None
-        return message
+        if message is not None:
+            yield message
 
     def trains(self, module: nn.Module) -> bool:
         """Return True if the last step trained a parameter of this module."""

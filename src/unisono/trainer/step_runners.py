@@ -17,6 +17,7 @@ from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.engine.step_fingerprint import StepFingerprint
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.divided_model import DividedModel
+from unisono.trainer.attribute_writes import AttributeWrites
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recovery import Recovery
@@ -125,6 +126,8 @@ def make_runners(
         cut: The model, if it is cut or divided.
     """
 
+    attributes = AttributeWrites(modules)
+
     def make_runner(of_step: Mapping[str, Optimizer]) -> StepRunner:
         single = next(iter(of_step.values()))
         stepped = single if len(of_step) == 1 else JointOptimizer([*of_step.values()])
@@ -157,6 +160,7 @@ def make_runners(
             buffers=buffers,
             gradients=gradients,
             fingerprint=StepFingerprint(of_step, modules),
+            attributes=attributes,
             autocast=settings.autocast,
             clip_grad_norm=settings.clip_grad_norm,
         )
