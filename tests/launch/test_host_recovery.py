@@ -191,7 +191,8 @@ def test_a_host_that_comes_late_brings_ranks_and_one_that_dies_meanwhile_changes
     told += await_line(first, "has joined")
     done = [finish(first), finish(late)]
     assert [job.returncode for job in done] == [0, 0], told + done[0].stderr + done[1].stderr
-    assert "unisono: host 1, host1 (10.97.0.2), its launcher was killed; it had not joined yet" in told
+    said = told + done[0].stderr
+    assert "unisono: host 1, host1 (10.97.0.2), its launcher was killed; it had not joined yet" in said, said
     assert re.search(r"host 2, host1 \(10.97.0.2\), has joined with ranks 2-3, \d", told)
     assert "joins the running job as host 2: ranks 2-3 of 4" in done[1].stderr
     assert sha_of(done[0].stdout) == calm_sha

@@ -206,7 +206,8 @@ except UnisonoError as error:
     say(type(error).__name__, error)
 said = str(Path(__file__).parent / os.environ["MASTER_PORT"])
 Path(f"{{said}}-{{R}}").touch()
-while R == 0 and not Path(f"{{said}}-2").exists():  # which asks the store of rank 0
+# Rank 2 asks the store of rank 0, and rank 0 looks at all processes: none ends before both have said it.
+while not all(Path(f"{{said}}-{{rank}}").exists() for rank in (0, 2)):
     time.sleep(0.01)
 os._exit(0)  # gloo would wait for the dead
 """,
