@@ -11,7 +11,7 @@ from torch import Tensor
 from unisono.engine.base import Trained
 from unisono.engine.write_detection import WriteDetector
 
-__all__ = ["WeightComparison", "checksum"]
+__all__ = ["WeightComparison"]
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -55,15 +55,15 @@ class WeightComparison:
         found = {
             id(p): number
             for those in of_device.values()
-            for p, number in zip(those, torch.stack([checksum(p) for p in those]).tolist(), strict=True)
+            for p, number in zip(those, torch.stack([_sum_of_bits(p) for p in those]).tolist(), strict=True)
         }
         return {self._names[id(p)]: found[id(p)] for p in parameters}
 
 
-def checksum(tensor: Tensor) -> Tensor:
+def _sum_of_bits(tensor: Tensor) -> Tensor:
     """Return the sum of the bits of all elements, as numbers: another one, nearly always, if an element is another.
 
-    >>> [checksum(torch.tensor(values)).item() for values in ([0.0], [-0.0], [1.0, 1.0])]
+    >>> [_sum_of_bits(torch.tensor(values)).item() for values in ([0.0], [-0.0], [1.0, 1.0])]
     [0, -2147483648, 2130706432]
     """
     values = tensor.detach()
