@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from host_network import Hosts, finish
 from host_training import EARLY, await_line, go_on, hold, sha_of, write
@@ -73,6 +74,20 @@ def test_the_run_goes_on_without_a_lost_host(hosts, calm_sha, lost):
     for job in done.values():
         assert f"unisono: {name}, its launcher was killed: rank {lost} on host {new_host} now, " in job.stderr
     assert "place: 0 3 2 2" in text or lost == 1
+
+
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=SOAK), 1])
+def test_a_host_that_loses_its_fork_server_says_so(hosts, calm_sha, lost):
+    jobs = [start_one(hosts, host, "1:2", "0.1") for host in range(2)]
+    await_line(jobs[1], "working", stream="stdout")
+    (store_process,) = psutil.Process(jobs[lost].pid).children()
+    (fork_server,) = store_process.children()
+    fork_server.kill()
+    gone, other = finish(jobs[lost]), finish(jobs[1 - lost])
+    assert gone.returncode == 1 and "unisono: the fork server was killed by SIGKILL" in gone.stderr
+    assert other.returncode == 0 and sha_of(gone.stdout + other.stdout) == calm_sha, other.stderr
+    name = f"host {lost}, host{lost} (10.97.0.{lost + 1})"
+    assert f"unisono: {name}, its fork server was killed by SIGKILL: rank {lost} on host " in other.stderr
 
 
 @pytest.mark.soak

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import queue
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -91,6 +93,56 @@ def test_a_host_that_shows_no_sign_of_life_is_noticed_by_the_leader():
         every[2].term.end()
         assert every[0].silent.get(timeout=WAIT_S) == {2}
         assert every[1].silent.empty()
+
+
+class SlowWay:
+    """A port that passes on what comes to a store a while later, and its answers at once."""
+
+    def __init__(self, port: int, delay_s: float) -> None:
+        self._store, self._delay_s = port, delay_s
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.port = self._listener.getsockname()[1]
+        self._is_cut = False
+        self._threads = [threading.Thread(target=self._listen, daemon=True)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        """Lose what has not been passed on."""
+        self._is_cut = True
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(WAIT_S)
+
+    def _listen(self) -> None:
+        with self._listener, suppress(OSError):  # it was cut
+            while True:
+                connection, _ = self._listener.accept()
+                self._threads.append(threading.Thread(target=self._pass_on, args=(connection,), daemon=True))
+                self._threads[-1].start()
+
+    def _pass_on(self, connection: socket.socket) -> None:
+        with connection, socket.create_connection((LOOPBACK, self._store)) as store, suppress(OSError):
+            while not self._is_cut:
+                for source in select.select([connection, store], [], [], 0.01)[0]:
+                    if not (data := source.recv(1 << 16)):
+                        return
+                    if source is connection:
+                        time.sleep(self._delay_s)
+                        if self._is_cut:
+                            return
+                    (store if source is connection else connection).sendall(data)
+
+
+def test_what_a_host_says_last_has_arrived_when_it_has_left():
+    with members(2) as (stores, every):
+        way = SlowWay(stores[0].port, 0.1)
+        last = Member(1, 2, way.port, timeout_s=WAIT_S)
+        last.term.say({"do": "report"})
+        last.term.leave(linger_s=WAIT_S)
+        way.cut()  # as the process does that passes it on, which ends
+        assert every[0].hear(1) == [(1, "report")]
+        store = dist.PrefixStore("term/0", stores[0])
+        assert store.check(["done/1"])
 
 
 def test_the_end_of_the_store_is_noticed_once():

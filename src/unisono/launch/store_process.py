@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol
 
 from unisono.launch.channel import Channel
 from unisono.launch.cleanup import remove_scratch
+from unisono.launch.failure.root_cause import name_signal
 from unisono.launch.linux import become_subreaper, end_descendants
 from unisono.tcp_store import LOOPBACK, serve_store
 
@@ -29,6 +30,8 @@ _PATIENCE_S = 6.0
 _CHECK_S = 0.25
 """How often to look whether other hosts can still be reached."""
 
+_KILLED = "its launcher was killed"
+
 
 class JoinedHosts(Protocol):
     """This host's part in a job on several hosts (`launch.hosts.member`)."""
@@ -36,8 +39,8 @@ class JoinedHosts(Protocol):
     def receive(self) -> bool:
         """Take the messages of the agent; return False if it is gone."""
 
-    def orphaned(self) -> None:
-        """Tell the other hosts that the agent is gone."""
+    def lose(self, reason: str) -> None:
+        """Tell the other hosts that this one is lost, unless they know how it ends."""
 
     def check(self) -> None:
         """Tell the agent if the other hosts cannot be reached. To be called some times a second."""
@@ -91,14 +94,14 @@ def host_store(
             elif file == link and member is not None:
                 if not member.receive():
                     poll.unregister(link)
-                    member.orphaned()
+                    member.lose(_KILLED)
             else:
                 poll.unregister(file)
                 os.kill(server, signal.SIGCONT)  # a stopped one would not notice
                 deadline_s = time.monotonic() + _PATIENCE_S
-    if member is not None:
-        member.close()
     code = os.waitstatus_to_exitcode(ended[1])
+    if member is not None:
+        _leave(member, link, code)
     if code != 0:  # otherwise it has left nothing
         end_descendants()
         remove_scratch(scratch)
@@ -108,3 +111,13 @@ def host_store(
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
     os._exit(code & 0xFF)
+
+
+def _leave(member: JoinedHosts, link: int, code: int) -> None:
+    """Leave the other hosts once the fork server has ended with this code."""
+    while select.select([link], [], [], 0)[0] and member.receive():
+        pass  # the last words of the agent
+    # The fork server ends after these words, or has seen the end of the agent before this process has.
+    how = f"was killed by {name_signal(-code)}" if code < 0 else "failed"
+    member.lose(f"its fork server {how}" if code else _KILLED)
+    member.close()

@@ -77,7 +77,7 @@ class HostMember:
         self._way: LocalPort | None = None
         self._term: Term | None = None
         self._roster = Roster()
-        self._is_outside = False  # this host is let in, and has not read that in the log yet
+        self._is_outside = False  # the log has not let this host in yet, or the others go on without it
         self._announcement: Announcement | None = None
         self._is_done = False  # the ranks of this host have succeeded
         self._over = False  # the job has ended, or is about to, and all who can know do
@@ -90,9 +90,11 @@ class HostMember:
             self._take(message)
         return not self._agent.closed
 
-    def orphaned(self) -> None:
-        """Tell the other hosts that this host's agent is gone: it told them nothing before."""
-        self._take({"type": "report", "kind": "lost", "headline": "its launcher was killed", "code": 1})
+    def lose(self, reason: str) -> None:
+        """Tell the other hosts that this one is lost, unless they know how it ends."""
+        with self._changing:
+            if not self._over:
+                self._take({"type": "report", "kind": "lost", "headline": reason, "code": 1})
 
     def check(self) -> None:
         """Look whether the leader answers. Called several times a second."""
@@ -268,6 +270,9 @@ class HostMember:
     def _on_members(self, term: Term, leader: int, entry: Mapping[str, Any]) -> None:
         """Go on with the hosts that the leader names. The lock is held."""
         if self._host not in entry["members"]:
+            self._is_outside = True
+            if self._over:  # it has said that it is lost
+                return
             self._over = True
             headline = "has gone on without this host, which did not answer in time"
             self._tell("report", host=leader, kind="lost", headline=headline, code=1)
@@ -352,6 +357,7 @@ class HostMember:
                 self._term.say({"do": "report", "kind": "lost", "host": host, "headline": headline, "code": 1})
                 # The others may be those that do not answer.
                 self._over = True
+                self._term.watch(rest)  # those alone are waited for at the end
                 self._tell("report", host=host, kind="lost", headline=headline, code=1)
             else:
                 self._roster.shrink(rest)

@@ -113,6 +113,7 @@ class Term:
         with suppress(*STORE_ERRORS):
             store = self._connect()
             store.set(f"done/{self._host}", "1")
+            _await_arrival(store)
             waiting, deadline_s = set(self._members) - {self._host}, time.monotonic() + linger_s
             while self.leader == self._host and waiting and time.monotonic() < deadline_s:
                 waiting = {host for host in waiting if not store.check([f"done/{host}"])}
@@ -149,6 +150,7 @@ class Term:
         while not self._over.is_set():
             with suppress(queue.Empty):
                 if (given := self._entries.get(timeout=max(0.0, due_s - time.monotonic()))) is None:
+                    _await_arrival(store)
                     return
                 name, entry = given
                 place = store.add(f"{name}/count", 1)
@@ -157,7 +159,7 @@ class Term:
                 continue
             number += 1
             store.set(f"beat/{self._host}", str(number))
-            store.check([f"{_LOG}/count"])  # to set is not answered
+            _await_arrival(store)
             if self.leader == self._host:
                 self._look(store, beats, changed_s)
             self._round_s = time.monotonic()
@@ -179,3 +181,8 @@ class Term:
         if all(changed_s[host] > self._noticed_s for host in self._members - silent - {self._host}):
             self._noticed_s = None
             self._silent(silent)
+
+
+def _await_arrival(store: Any) -> None:
+    """Wait until the store has what was set: to set is not answered, and is lost if this process ends before."""
+    store.check([f"{_LOG}/count"])
