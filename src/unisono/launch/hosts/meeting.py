@@ -31,6 +31,7 @@ from unisono.launch.hosts.arrivals import Arrivals
 from unisono.launch.hosts.endpoint import Door, HostRefusedError, listen, open_door
 from unisono.launch.hosts.host_settings import HostPlace, HostSettings
 from unisono.launch.hosts.late_host import JobRunsError, unless_job_runs
+from unisono.launch.hosts.meeting_round import MeetingRound
 from unisono.launch.hosts.term import STORE_ERRORS
 from unisono.tcp_store import serve_store
 
@@ -170,19 +171,22 @@ def _meet(
     notice(f"unisono: waiting for hosts at {settings.endpoint} ...")
 
     def number() -> Meeting:
-        with Arrivals(connect(), settings, hello, notice=notice) as came:
-            return _number(
-                settings,
-                addresses,
-                store,
-                servers,
-                came,
-                door,
-                ranks=ranks,
-                role=role,
-                hello=hello,
-                deadline_s=deadline_s,
-            )
+        with Arrivals(connect(), settings, hello, notice=notice, warn=warn) as came:
+            try:
+                return _number(
+                    settings,
+                    addresses,
+                    store,
+                    servers,
+                    came,
+                    door,
+                    ranks=ranks,
+                    role=role,
+                    hello=hello,
+                    deadline_s=deadline_s,
+                )
+            except dist.DistNetworkError as error:
+                raise HostRefusedError(came.closed()) from error
 
     if not may_be_late:
         return number()
@@ -207,33 +211,25 @@ def _number(  # noqa: PLR0917  parts of one function
     deadline_s: float,
 ) -> Meeting:
     """Get this host's number and ranks from the rendezvous."""
-    handler: _Handler | None = None
-    if settings.backend == "static":
-        assert settings.node_rank is not None
-        host, hosts = settings.node_rank, settings.max_hosts
-        own: Any = dist.PrefixStore(settings.run_id, store)  # type: ignore[attr-defined]
-        master = (settings.endpoint_host, settings.endpoint_port)
-    else:
-        handler = _Handler.made(settings, addresses, store, servers)
-        try:
-            info = handler.next_rendezvous()
-        except RendezvousTimeoutError as error:
-            raise HostRefusedError(came.too_few(settings.min_hosts)) from error
-        except RendezvousConnectionError as error:
-            raise HostRefusedError(came.closed()) from error
-        host, hosts, own = info.rank, info.world_size, info.store
-        boot = info.bootstrap_store_info
-        assert boot is not None
-        master = (boot.master_addr, boot.master_port)
-        if host == 0 and not handler.use_agent_store:
-            # torch then expects that rank 0 serves the store of the ranks; those of unisono expect it of their host.
-            handler.serve(boot.master_port)
-    if settings.token:  # ranks meet at the store of the hosts, to which only they have a way
-        master = (door.address, door.port)
-    own.set(f"{_HELLO}/{host}", json.dumps(hello))  # before the ranks, so that whoever knows these can read it
-    numbers = _assign_ranks(own, host, hosts, ranks=ranks, role=role, deadline_s=deadline_s)
-    if numbers is None:
-        raise HostRefusedError(came.too_few(hosts))
+    handler = None if settings.backend == "static" else _Handler.made(settings, addresses, store, servers)
+    while True:
+        if handler is None:
+            assert settings.node_rank is not None
+            host, hosts = settings.node_rank, settings.max_hosts
+            own: Any = dist.PrefixStore(settings.run_id, store)  # type: ignore[attr-defined]
+            master = (settings.endpoint_host, settings.endpoint_port)
+        else:
+            host, hosts, own, master = handler.next_round(came)
+        if settings.token:  # ranks meet at the store of the hosts, to which only they have a way
+            master = (door.address, door.port)
+        own.set(f"{_HELLO}/{host}", json.dumps(hello))  # before the ranks, so that whoever knows these can read it
+        # With numbers of their own, hosts that come anew take their old places.
+        meets = None if handler is None else MeetingRound(own, came)
+        numbers = _assign_ranks(own, host, hosts, ranks=ranks, role=role, deadline_s=deadline_s, meets=meets)
+        if numbers is not None:
+            break
+        if meets is None or not meets.is_off:
+            raise HostRefusedError(came.too_few(hosts))
     first_rank, world_size, first_role_rank, role_world_size = numbers
     names = [f"{_HELLO}/{each}" for each in range(hosts)]
     hellos = {each: json.loads(own.get(name)) for each, name in enumerate(names) if own.check([name])}
@@ -264,6 +260,7 @@ class _Handler(DynamicRendezvousHandler):
     _addresses: HostAddresses
     _servers: list[Any]
     _guarded: bool
+    _least: int
 
     @classmethod
     def made(cls, settings: HostSettings, addresses: HostAddresses, store: Any, servers: list[Any]) -> _Handler:
@@ -288,7 +285,28 @@ class _Handler(DynamicRendezvousHandler):
         )
         assert isinstance(handler, cls)
         handler._addresses, handler._servers, handler._guarded = addresses, servers, bool(settings.token)
+        handler._least = settings.min_hosts
         return handler
+
+    def next_round(self, came: Arrivals) -> tuple[int, int, Any, tuple[str, int]]:
+        """Wait for the other hosts; return this one's number, how many there are, their store, and the ranks' one.
+
+        Raises:
+            HostRefusedError: Too few come in time, or the endpoint is gone.
+        """
+        self._bootstrap_store_info = None  # otherwise a later round has the store of the one before
+        try:
+            info = self.next_rendezvous()
+        except RendezvousTimeoutError as error:
+            raise HostRefusedError(came.too_few(self._least)) from error
+        except RendezvousConnectionError as error:
+            raise HostRefusedError(came.closed()) from error
+        boot = info.bootstrap_store_info
+        assert boot is not None
+        if info.rank == 0 and not self.use_agent_store:
+            # torch then expects that rank 0 serves the store of the ranks; those of unisono expect it of their host.
+            self.serve(boot.master_port)
+        return info.rank, info.world_size, info.store, (boot.master_addr, boot.master_port)
 
     def _create_tcp_store_server(self, _: str, master_port: int) -> Any:
         return self.serve(master_port)
@@ -303,24 +321,25 @@ class _Handler(DynamicRendezvousHandler):
 
 
 def _assign_ranks(
-    store: Any, host: int, hosts: int, *, ranks: int, role: str, deadline_s: float
+    store: Any, host: int, hosts: int, *, ranks: int, role: str, deadline_s: float, meets: MeetingRound | None
 ) -> tuple[int, int, int, int] | None:
     """Exchange numbers of ranks with torchrun's agents, or others like this one.
 
     Returns:
         The first rank of this host, the number of ranks, and the same two among ranks with its role; None if not all
-        hosts have answered in time.
+        hosts have answered in time, or the round has been given up.
     """
     if os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":  # torchrun's promise that all hosts are alike
         return host * ranks, hosts * ranks, host * ranks, hosts * ranks
     store.set(f"{_ROLE_INFO}/{host}", json.dumps({"role": role, "rank": host, "local_world_size": ranks}))
     if host == 0:
-        if not _await(store, [f"{_ROLE_INFO}/{each}" for each in range(hosts)], deadline_s):
+        names = [f"{_ROLE_INFO}/{each}" for each in range(hosts)]
+        if not _await(store, names, deadline_s, meets) or (meets is not None and not meets.begin()):
             return None
         infos = [json.loads(store.get(f"{_ROLE_INFO}/{each}")) for each in range(hosts)]
         for each, numbers in enumerate(number_ranks([(info["role"], info["local_world_size"]) for info in infos])):
             store.set(f"{_ASSIGNED_RANKS}/{each}", json.dumps(numbers))
-    if not _await(store, [f"{_ASSIGNED_RANKS}/{host}"], deadline_s):
+    if not _await(store, [f"{_ASSIGNED_RANKS}/{host}"], deadline_s, meets):
         return None
     first, size, first_of_role, size_of_role = json.loads(store.get(f"{_ASSIGNED_RANKS}/{host}"))
     return first, size, first_of_role, size_of_role
@@ -348,10 +367,10 @@ def number_ranks(hosts: list[tuple[str, int]]) -> list[list[int]]:
     return numbers
 
 
-def _await(store: Any, keys: list[str], deadline_s: float) -> bool:
-    """Wait for keys; return False if some are not there in time."""
+def _await(store: Any, keys: list[str], deadline_s: float, meets: MeetingRound | None) -> bool:
+    """Wait for keys; return False if some are not there in time, or the round has been given up."""
     while not store.check(keys):
-        if time.monotonic() >= deadline_s:
+        if time.monotonic() >= deadline_s or (meets is not None and not meets.check()):
             return False
         time.sleep(_PAUSE_S / 2)
     return True
