@@ -83,9 +83,13 @@ class LocalPort:
         except ConnectionRefusedError:
             self.has_ended = True
             raise
-        with suppress(TokenError), endpoint:
+        with endpoint:
             if self._token:
-                introduce(endpoint, self._token)
+                try:
+                    introduce(endpoint, self._token)
+                except (TokenError, ConnectionError):
+                    self.has_ended = True
+                    return
             ends = {connection, endpoint}
             self._open |= ends
             try:
@@ -132,7 +136,7 @@ def _pass_on(one: socket.socket, other: socket.socket) -> socket.socket:
     """Pass on the bytes of two connections to each other until one of them ends, and return that one.
 
     Raises:
-        OSError: A connection has broken, other than by a reset from its other side.
+        OSError: A connection has broken, other than by its other side.
     """
     for connection in (one, other):
         connection.settimeout(None)
@@ -150,4 +154,7 @@ def _pass_on(one: socket.socket, other: socket.socket) -> socket.socket:
                 return source
             if not data:
                 return source
-            target.sendall(data)
+            try:
+                target.sendall(data)
+            except (BrokenPipeError, ConnectionResetError):
+                return target

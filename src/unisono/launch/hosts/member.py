@@ -263,6 +263,8 @@ class HostMember:
             elif term.leader == self._host:
                 self._exclude({host: entry["headline"]}, ended=True)
         elif host != self._host or "host" in entry:
+            if self._over and entry.get("host") == self._host:  # it has said so itself
+                return
             self._over = True
             report = {k: v for k, v in entry.items() if k != "do"}
             self._tell("report", **{"host": host, **report})

@@ -110,14 +110,13 @@ class Term:
         self._writer.join(linger_s)
         if self._over.is_set():
             return
-        with suppress(*STORE_ERRORS):
-            store = self._connect()
-            store.set(f"done/{self._host}", "1")
-            _await_arrival(store)
-            waiting, deadline_s = set(self._members) - {self._host}, time.monotonic() + linger_s
-            while self.leader == self._host and waiting and time.monotonic() < deadline_s:
-                waiting = {host for host in waiting if not store.check([f"done/{host}"])}
-                time.sleep(_POLL_S / 3)
+        if self.leader == self._host:
+            with suppress(*STORE_ERRORS):
+                store = self._connect()
+                waiting, deadline_s = set(self._members) - {self._host}, time.monotonic() + linger_s
+                while waiting and time.monotonic() < deadline_s:
+                    waiting = {host for host in waiting if not store.check([f"done/{host}"])}
+                    time.sleep(_POLL_S / 3)
         self._over.set()
 
     def _run(self, body: Callable[[], None]) -> None:
@@ -150,6 +149,8 @@ class Term:
         while not self._over.is_set():
             with suppress(queue.Empty):
                 if (given := self._entries.get(timeout=max(0.0, due_s - time.monotonic()))) is None:
+                    # Over this connection: to open one to a leader that has just ended takes 10 s.
+                    store.set(f"done/{self._host}", "1")
                     _await_arrival(store)
                     return
                 name, entry = given
