@@ -45,6 +45,17 @@ def test_a_run_is_shown_by_what_is_known_of_it():
     assert lines[-1] == "slowest: rank 1, which is stopped: `kill -CONT 5001` has it go on."
 
 
+def test_in_a_job_on_several_hosts_each_rank_has_its_host():
+    job = JobView(name="train.py", pid=4711, ranks=2, hosts=2, age_s=125.0)
+    ranks = [rank(0, host=0, waits=0.9), rank(1, host=1, waits=0.1)]
+    lines = frame(job, ranks, width=100, height=24)
+    assert lines[0] == "train.py (job 4711) · 2 ranks on 2 hosts · 0:02:05"
+    assert lines[2].split()[:3] == ["RANK", "HOST", "STATE"]
+    assert [line.split()[:2] for line in lines[3:5]] == [["0", "0"], ["1", "1"]]
+    assert "slowest: rank 1 on host 1, by its computation" in "\n".join(lines)
+    assert slowest([rank(1, host=1, state="stopped")]).endswith("`kill -CONT 5001` on host 1 has it go on.")
+
+
 @pytest.mark.parametrize(
     ("slow", "reason"),
     [

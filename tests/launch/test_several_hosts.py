@@ -273,6 +273,28 @@ def test_stacks_shows_the_ranks_of_all_hosts_and_an_interrupt_on_one_ends_all(ho
     assert "unisono: interrupted; 1 rank ended" in second.stderr
 
 
+def test_top_on_one_host_shows_the_ranks_of_all_and_names_one_that_is_silent(hosts):
+    jobs = start_work(hosts)
+    shown = finish(hosts.start(1, "top"))
+    assert shown.returncode == 0, shown.stderr
+    lines = shown.stdout.splitlines()
+    assert " · 2 ranks on 2 hosts · " in lines[0]
+    assert lines[2].split() == ["RANK", "HOST", "STATE", "CPU", "MEMORY", "WAITS", "CALL"]
+    for number, line in enumerate(lines[3:5]):
+        found = re.fullmatch(
+            rf" +{number} +{number} +\w+ +\d+ % +[1-9][\d.]* MB +\d+ %  .*all_reduce at script.py:\d+", line
+        )
+        assert found is not None, shown.stdout
+    os.kill(jobs[0].pid, signal.SIGSTOP)
+    try:
+        shown = finish(hosts.start(1, "top"))
+    finally:
+        os.kill(jobs[0].pid, signal.SIGCONT)
+    assert re.search(r"^host 0, host0 \(10.97.0.1\), has shown nothing new for \d+ s$", shown.stdout, re.MULTILINE)
+    os.kill(jobs[1].pid, signal.SIGINT)
+    assert [finish(job).returncode for job in jobs] == [130, 130]
+
+
 def test_hosts_that_came_are_named_if_others_do_not(hosts):
     flags = ("--rdzv-conf", "join_timeout=3")
     jobs = hosts.run(write(hosts, FACTS), hosts=2, flags=("--nnodes", "3", *flags))

@@ -95,6 +95,19 @@ def test_a_host_that_shows_no_sign_of_life_is_noticed_by_the_leader():
         assert every[1].silent.empty()
 
 
+def test_what_a_host_shows_is_seen_by_all_until_it_shows_something_else():
+    with members(3) as (_, every):
+        seen: queue.Queue[dict[int, Any]] = queue.Queue()
+        every[1].term.show({"ranks": 1})
+        every[1].term.show({"ranks": 2})
+        every[2].term.show("nothing")
+        every[1].term.say({"do": "shown"})
+        every[2].term.say({"do": "shown"})
+        assert every[0].hear(2)
+        every[0].term.look(seen.put)
+        assert seen.get(timeout=WAIT_S) == {1: {"ranks": 2}, 2: "nothing"}
+
+
 class SlowWay:
     """A port that passes on what comes to a store a while later, and its answers at once."""
 
@@ -141,8 +154,8 @@ def test_what_a_host_says_last_has_arrived_when_it_has_left():
         last.term.leave(linger_s=WAIT_S)
         way.cut()  # as the process does that passes it on, which ends
         assert every[0].hear(1) == [(1, "report")]
-        store = dist.PrefixStore("term/0", stores[0])
-        assert store.check(["done/1"])
+        has_left = dist.PrefixStore("term/0", stores[0]).check(["done/1"])
+        assert has_left
 
 
 def test_the_end_of_the_store_is_noticed_once():

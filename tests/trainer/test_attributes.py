@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -45,13 +47,29 @@ def by_another_tensor(module, out):
     module.kept = 0.9 * module.kept + out.mean(0)
 
 
+def note(module, out):
+    module.kept = out.mean(0)
+
+
+def as_a_cache(module, out):
+    module.kept = torch.zeros(len(module.kept) + 1)
+
+
+def by_an_equal_tensor(module, out):
+    module.kept = module.kept.clone()
+
+
 def not_at_all(module, out):
     return module.kept + out
 
 
-def warned(model, capfd, *, virtual_ranks=4):
+def warned(model, capfd, *, virtual_ranks=4, engine="auto"):
     trainer = unisono.Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=virtual_ranks, progress=False
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        virtual_ranks=virtual_ranks,
+        engine=engine,
+        progress=False,
     )
     for _ in trainer.epochs(2):
         for batch in trainer.batches(DATA, batch_size=8):
@@ -66,9 +84,34 @@ def test_a_tensor_that_is_modified_is_warned_of_once_with_what_to_do(capfd, do, 
     assert line.endswith("Make it a buffer: self.register_buffer('kept', ...).")
 
 
-@pytest.mark.parametrize("do", [by_another_tensor, not_at_all])
-def test_a_note_and_a_constant_are_not(capfd, do):
-    assert warned(Keeping(do), capfd) == ""
+def test_so_is_one_that_is_there_from_the_start_and_gets_another_tensor(capfd):
+    (line,) = warned(nn.Sequential(nn.Identity(), Keeping(by_another_tensor)), capfd).splitlines()
+    assert line.startswith("unisono: warning: the forward pass puts another tensor into the attribute '1.kept', of")
+
+
+@pytest.mark.parametrize(
+    ("make", "place"), [(lambda t: [1, t], "[1]"), (lambda t: {"mean": t}, "['mean']"), (lambda t: deque([t]), "[0]")]
+)
+def test_so_is_one_in_a_container(capfd, make, place):
+    mean = torch.zeros(4)
+    model = Keeping(lambda _, out: mean.mul_(0.9).add_(out.mean(0)))
+    model.history = make(mean)
+    (line,) = warned(model, capfd).splitlines()
+    assert f" modifies the tensor in the attribute {'history' + place!r}, of which" in line
+
+
+@pytest.mark.parametrize("engine", ["shared", "collective"])
+def test_a_view_of_a_weight_is_not_since_the_optimizer_writes_it(capfd, engine):
+    model = Keeping(not_at_all)
+    model.alias, model.aliases = model.layer.weight.detach(), [model.layer.bias.detach()]
+    assert warned(model, capfd, engine=engine) == ""
+
+
+@pytest.mark.parametrize(
+    ("do", "start"), [(note, False), (as_a_cache, True), (by_an_equal_tensor, True), (not_at_all, True)]
+)
+def test_a_note_a_cache_and_a_constant_are_not(capfd, do, start):
+    assert warned(Keeping(do, start=start), capfd) == ""
 
 
 def test_neither_are_buffers_nor_metrics_nor_what_only_one_virtual_rank_does(capfd):

@@ -37,6 +37,8 @@ _LOOK_S = 1.0
 """Seconds between two looks at the job, each followed by a picture."""
 _FIRST_LOOK_S, _FIRST = 0.5, 7
 """Seconds between the first looks, and how many these are: as many as there are for the picture without a terminal."""
+_MORE = 4
+"""More looks for that picture of a job on several hosts, which show their ranks once a second."""
 _LONGEST_LOOK_S = 5.0
 _PART = 0.002
 """The part of a core that the view and the launcher's answers take at most, unless looks would be too far apart."""
@@ -75,7 +77,9 @@ def top(job: str | None) -> int:
 
 
 def _print_once(samples: _UsageSamples) -> int:
-    for number in range(_FIRST):
+    for number in range(_FIRST + _MORE):
+        if number >= _FIRST and not samples.spans_hosts:
+            break
         if number:
             time.sleep(_FIRST_LOOK_S)
         samples.look()
@@ -156,8 +160,8 @@ class _UsageSamples:
         self.agent, self.name, self._answer = found["pid"], _printable(found["name"]), found
         self.has_ended = False
         self._problem = ""
-        self._seen: dict[tuple[int, int], deque[tuple[float, Usage, float]]] = {}
-        """By rank and process: when it was looked at, what it had used, and what part of the time it was in calls."""
+        self._seen: dict[tuple[int, int | None, int], deque[tuple[float, Usage, float]]] = {}
+        """By rank, host and process: when it was looked at, its usage, and what part of the time it was in calls."""
         self._steps: deque[tuple[float, int]] = deque()
         self._gpu: dict[int, int] = {}
         self._gpu_s = -math.inf
@@ -167,6 +171,11 @@ class _UsageSamples:
     def age_s(self) -> float:
         """Seconds since the job was started."""
         return time.time() - float(self._answer["started_s"])
+
+    @property
+    def spans_hosts(self) -> bool:
+        """True if ranks are on several hosts."""
+        return int(self._answer.get("hosts", 1)) > 1
 
     @property
     def used_s(self) -> float:
@@ -183,6 +192,8 @@ class _UsageSamples:
             return False
         answer = answers[self.agent]
         self._problem = ""
+        if answer is not None:
+            self._problem = "; ".join(map(_printable, answer.get("silent", ())))
         if answer is None:
             self._problem = f"the launcher does not answer: it is {read_state(self.agent).state}"
         elif any("waits" not in each for each in answer.get("activity", [{}])):
@@ -194,10 +205,14 @@ class _UsageSamples:
         now_s, seen = time.monotonic(), self._seen
         self._seen = {}
         for each in self._answer.get("activity", ()):
-            at = each["rank"], each["pid"]
+            at = each["rank"], each.get("host"), each["pid"]
             past = self._seen[at] = seen.get(at, deque())
-            past.append((now_s, read_usage(each["pid"]), each["waits"]))
-            _forget(past, now_s)
+            # Another host shows what it has measured, at times of its own.
+            at_s = each.get("at_s", now_s)
+            if not past or past[-1][0] != at_s:
+                usage = Usage(**each["usage"]) if "usage" in each else read_usage(each["pid"])
+                past.append((at_s, usage, each["waits"]))
+            _forget(past, at_s)
         step = self._answer["step"]
         if answer is not None and step is not None:
             if self._steps and step < self._steps[-1][1]:
@@ -220,7 +235,8 @@ class _UsageSamples:
         job = JobView(
             name=self.name,
             pid=self.agent,
-            ranks=answer["ranks"],
+            ranks=answer["world_size"],
+            hosts=answer.get("hosts", 1),
             age_s=self.age_s,
             recoveries=answer["recoveries"],
             problem=self._problem,
@@ -243,7 +259,7 @@ class _UsageSamples:
         return (last - first) / (last_s - first_s)
 
     def _rank_view(self, told: dict[str, Any]) -> RankView:
-        past = self._seen[told["rank"], told["pid"]]
+        past = self._seen[told["rank"], told.get("host"), told["pid"]]
         (first_s, first, _), (last_s, last, _) = past[0], past[-1]
         seconds = last_s - first_s
         doing = _printable(told["doing"]).replace("past its last collective, ", "past ")
@@ -252,11 +268,12 @@ class _UsageSamples:
         return RankView(
             rank=told["rank"],
             pid=told["pid"],
+            host=told.get("host"),
             state=last.state,
             cores=max(0.0, last.cpu_s - first.cpu_s) / seconds if seconds else None,
             delay=min(1.0, max(0.0, last.delay_s - first.delay_s) / seconds) if seconds else 0.0,
             memory=last.memory,
-            gpu=self._gpu.get(told["pid"]),
+            gpu=None if "usage" in told else self._gpu.get(told["pid"]),  # of a process of this machine
             waits=sum(waits for *_, waits in past) / len(past) if told["doing"] and seconds >= _LEAST_S else None,
             doing=doing,
         )

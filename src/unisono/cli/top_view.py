@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ class RankView:
 
     rank: int
     pid: int
+    host: int | None = None
+    """The host that it is on, in a job on several."""
     state: str
     """"running", "sleeping", "in the kernel", "stopped" or "ended"."""
     cores: float | None = None
@@ -49,6 +51,17 @@ class RankView:
     """Seconds of a step in each of `PARTS`, as its Trainer has measured them; None if it has not."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column of the table of ranks."""
+
+    name: str
+    least: int
+    """Its width for most values, so that columns do not jump."""
+    cell: Callable[[RankView], str]
+    is_text: bool = False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobView:
     """A job, and the run of its Trainer if it has one."""
@@ -56,6 +69,8 @@ class JobView:
     name: str
     pid: int
     ranks: int
+    hosts: int = 1
+    """The hosts that they are on."""
     age_s: float
     recoveries: int = 0
     problem: str = ""
@@ -95,7 +110,7 @@ def frame(job: JobView, ranks: Sequence[RankView], *, width: int, height: int, f
 
     Args:
         job: The job.
-        ranks: Its ranks on this machine, in order.
+        ranks: Its ranks, in order.
         width: The most characters of a line.
         height: The most lines. Ranks that do not fit are left out, from `first` on.
         first: The place of the first rank that is shown.
@@ -137,7 +152,8 @@ def slowest(ranks: Sequence[RankView]) -> str:
     """
     for each in ranks:
         if each.state == "stopped":
-            return f"slowest: rank {each.rank}, which is stopped: `kill -CONT {each.pid}` has it go on."
+            there = "" if each.host is None else f" on host {each.host}"
+            return f"slowest: rank {each.rank}, which is stopped: `kill -CONT {each.pid}`{there} has it go on."
     known = [(each.waits, each) for each in ranks if each.waits is not None and each.cores is not None]
     if len(known) < 2:
         return ""
@@ -146,7 +162,8 @@ def slowest(ranks: Sequence[RankView]) -> str:
     if most - least < _APART:
         return ""
     waits = f"It waits for others {least:.0%} of the time, rank {quick.rank} {most:.0%}".replace("%", " %")
-    return f"slowest: rank {slow.rank}, by {_reason(slow, quick, waits)}"
+    there = "" if slow.host is None else f" on host {slow.host}"
+    return f"slowest: rank {slow.rank}{there}, by {_reason(slow, quick, waits)}"
 
 
 def _reason(slow: RankView, quick: RankView, waits: str) -> str:
@@ -171,7 +188,8 @@ def _reason(slow: RankView, quick: RankView, waits: str) -> str:
 
 
 def _job_line(job: JobView) -> str:
-    parts = [f"{job.name} (job {job.pid})", plural(job.ranks, "rank"), format_elapsed(job.age_s)]
+    hosts = f" on {job.hosts} hosts" if job.hosts > 1 else ""
+    parts = [f"{job.name} (job {job.pid})", f"{plural(job.ranks, 'rank')}{hosts}", format_elapsed(job.age_s)]
     if job.recoveries:
         parts.append(f"{job.recoveries} recover{'y' if job.recoveries == 1 else 'ies'}")
     return " · ".join(parts)
@@ -204,32 +222,24 @@ def _parts_line(job: JobView) -> str:
 
 def _table(ranks: Sequence[RankView], shown: range) -> list[str]:
     has_gpu = any(each.gpu is not None for each in ranks)
-    heading = ["RANK", "STATE", "CPU", "MEMORY", *(["GPU"] if has_gpu else []), "WAITS", "CALL"]
-    rows = [heading]
-    for each in (ranks[place] for place in shown):
-        rows.append([
-            str(each.rank),
-            each.state,
-            "-" if each.cores is None else f"{100 * each.cores:.0f} %",
-            format_bytes(each.memory),
-            *([_gpu(each)] if has_gpu else []),
-            "-" if each.waits is None else f"{100 * each.waits:.0f} %",
-            each.doing or "-",
-        ])  # fmt: skip
-    # Wide enough for later values, so that columns do not jump.
-    least = (4, 8, 5, 7, *([7] if has_gpu else []), 5)
-    widths = [max(wide, *(len(row[at]) for row in rows)) for at, wide in enumerate(least)]
-    return [
-        "  ".join([*(_cell(row[at], wide, at) for at, wide in enumerate(widths)), row[-1]]).rstrip() for row in rows
+    has_host = len({each.host for each in ranks}) > 1
+    columns = [
+        _Column("RANK", 4, lambda each: str(each.rank)),
+        *([_Column("HOST", 4, lambda each: str(each.host))] if has_host else []),
+        _Column("STATE", 8, lambda each: each.state, is_text=True),
+        _Column("CPU", 5, lambda each: "-" if each.cores is None else f"{100 * each.cores:.0f} %"),
+        _Column("MEMORY", 7, lambda each: format_bytes(each.memory)),
+        *([_Column("GPU", 7, lambda each: "-" if each.gpu is None else format_bytes(each.gpu))] if has_gpu else []),
+        _Column("WAITS", 5, lambda each: "-" if each.waits is None else f"{100 * each.waits:.0f} %"),
+        _Column("CALL", 0, lambda each: each.doing or "-", is_text=True),
     ]
-
-
-def _cell(text: str, width: int, column: int) -> str:
-    return text.ljust(width) if column == 1 else text.rjust(width)
-
-
-def _gpu(rank: RankView) -> str:
-    return "-" if rank.gpu is None else format_bytes(rank.gpu)
+    rows = [["" for _ in columns] for _ in range(1 + len(shown))]
+    for at, column in enumerate(columns):
+        cells = [column.name, *(column.cell(ranks[place]) for place in shown)]
+        wide = max(column.least, *map(len, cells))
+        for row, cell in zip(rows, cells, strict=True):
+            row[at] = cell.ljust(wide) if column.is_text else cell.rjust(wide)
+    return ["  ".join(row).rstrip() for row in rows]
 
 
 def _span(ranks: Sequence[RankView], shown: range) -> str:

@@ -300,9 +300,9 @@ class _Agent:
             }
             spares = 0 if changes is None else changes.spares.ready
             running = set() if generation is None else {generation.local_rank(rank) for rank in generation.running}
-            activity = {"activity": describe_activity(generation)} if kind == "top" else {}
             servers = [] if changes is None else changes.servers.running
-            facts = {**facts, "spares": spares, "servers": servers, **self._relay.progress, **activity}
+            facts = {**facts, "spares": spares, "servers": servers, **self._relay.progress}
+            facts |= self._describe_activity() if kind == "top" else {}
             return describe_job(job, running=running, facts=facts)
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
             is_over = self._shutdown.state is not None
@@ -316,8 +316,13 @@ class _Agent:
             return {"ranks": generation.describe_ranks() if generation is not None else []}
         return None
 
+    def _describe_activity(self) -> dict[str, Any]:
+        if self._hosts is not None and self._hosts.channel.reaches_all:
+            return self._hosts.activity.describe()
+        return {"activity": describe_activity(self._attempts.generation)}
+
     def _answer_stacks(self, question: str, *, full: bool) -> dict[str, Any]:
-        if self._hosts is not None and self._hosts.stacks.reaches_all:
+        if self._hosts is not None and self._hosts.channel.reaches_all:
             return self._hosts.stacks.reply(question, full=full)
         return describe_stacks(self._attempts.generation, full=full)
 

@@ -41,11 +41,6 @@ class HostStacks:
         self._question, self._asked_s = "none yet", -_PATIENCE_S
         self._answers: dict[int, list[Situation]] = {}
 
-    @property
-    def reaches_all(self) -> bool:
-        """True if other agents can be asked: not those of torchrun, and not before this host has a part in the job."""
-        return self._hosts.place is not None and not self._hosts.has_torchrun and not self._hosts.joins
-
     def reply(self, question: str, *, full: bool) -> dict[str, Any]:
         """Return the text for the command that asks, or the question with which it comes back.
 
@@ -71,7 +66,7 @@ class HostStacks:
 
     def on_said(self, host: int, entry: Mapping[str, Any]) -> None:
         """Handle what an agent has told all."""
-        if entry["do"] == "stacks ask" and self.reaches_all:
+        if entry["do"] == "stacks ask" and self._hosts.reaches_all:
             generation = self._generation()
             situations = generation.observer.snapshot() if generation is not None else []
             told = [encode_situation(situation) for situation in situations]

@@ -16,6 +16,7 @@ from unisono.launch.failure.postmortem import Postmortem
 from unisono.launch.failure.root_cause import RootCause
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
+from unisono.launch.hosts.host_activity import HostActivity
 from unisono.launch.hosts.host_hangs import HostHangs
 from unisono.launch.hosts.host_replacing import HostReplacing
 from unisono.launch.hosts.host_restarting import HostRestarting
@@ -79,6 +80,8 @@ class HostWatch:
         hosts.restart_without = self._restart_without
         self.stacks = HostStacks(hosts, generation)
         """What `unisono stacks` shows."""
+        self.activity = HostActivity(hosts, generation, lambda: relay.progress)
+        """What `unisono top` shows."""
         self._hangs: HostHangs | None = None
         self._heard: list[tuple[int, dict[str, Any]]] = []
         self._is_placed = False
@@ -90,7 +93,8 @@ class HostWatch:
     @property
     def deadline_s(self) -> float | None:
         """When `tick` is due, by the monotonic clock; None: nothing is waited for."""
-        return min((due_s for due_s in (self._blame_s, self._report_s) if due_s is not None), default=None)
+        due = (self._blame_s, self._report_s, self.activity.deadline_s)
+        return min((due_s for due_s in due if due_s is not None), default=None)
 
     @property
     def channel(self) -> JobHosts:
@@ -113,6 +117,8 @@ class HostWatch:
                 self._relay.say(message["text"])
             elif kind == "refused" and self._shutdown.state is None:
                 self._shutdown.begin(Shutdown(code=2, reason=message["message"]), signal.SIGTERM, ())
+            elif kind == "shown":
+                self.activity.on_shown(message["hosts"])
             elif kind in ("joined", "hosts", "said"):
                 self._on_hosts(message)
             elif kind == "report" and hosts.report is not None and hosts.report.kind == "failed":
@@ -150,6 +156,8 @@ class HostWatch:
             self._on_invitation(entry)
         elif entry["do"] in HostStacks.MESSAGES:
             self.stacks.on_said(host, entry)
+        elif entry["do"] in HostActivity.MESSAGES:
+            self.activity.on_said()
         elif entry["do"] in HostRestarting.MESSAGES and not self._hosts.joins:
             self.restarting.on_said(host, entry)
         elif entry["do"] in HostRestarting.MESSAGES and self._is_placed:
@@ -167,6 +175,7 @@ class HostWatch:
         """Tell the other hosts once that the job ends here, as soon as the cause is known; look for hangs before."""
         self._pass_on()
         self._look_for_hangs()
+        self.activity.tick()
         now_s = time.monotonic()
         if self._report_s is not None and now_s >= self._report_s:
             self._report_s = None

@@ -128,6 +128,11 @@ class JobHosts:
         self._theirs.close()
 
     @property
+    def reaches_all(self) -> bool:
+        """True if other agents can be asked: not those of torchrun, and not before this host has a part in the job."""
+        return self.place is not None and not self.has_torchrun and not self.joins
+
+    @property
     def leads(self) -> bool:
         """True if this host decides."""
         return self.place is not None and self.place.host == self.leader
@@ -245,6 +250,14 @@ class JobHosts:
     def say_to_leader(self, entry: Mapping[str, Any]) -> None:
         """Tell the agent of the leader something. It is lost with the leader: the next one asks anew."""
         self.channel.send({"type": "say to leader", "entry": entry})
+
+    def show(self, what: Mapping[str, Any]) -> None:
+        """Let other hosts see something, in place of what this one has shown before."""
+        self.channel.send({"type": "show", "what": what})
+
+    def look(self) -> None:
+        """Ask for what all hosts show, which comes as a message `shown`."""
+        self.channel.send({"type": "look"})
 
     def tell_lost(self, host: int, reason: str) -> None:
         """Tell all hosts that the job ends because one is lost."""

@@ -5,9 +5,9 @@ store of its own; the one of the leader, the host with the lowest number at firs
 other what happens (`launch.hosts.term`). If the leader is lost, the next host takes its place.
 
 From the agent come `report` (this host's end, for all), `finish` (its ranks have succeeded), `say` (for the agents of
-all hosts) and `say to leader`; to the agent go `notice`, `warned`, `refused`, `joined` (a `HostPlace`), `hosts` (who is
-there), `said` (what an agent has told), `report` (of another host, or about one) and `finished` (the ranks of all hosts
-have). Start reading at `HostMember._live`.
+all hosts), `say to leader`, `show` (what all may see) and `look`; to the agent go `notice`, `warned`, `refused`,
+`joined` (a `HostPlace`), `hosts` (who is there), `said` (what an agent has told), `shown` (what all show), `report` (of
+another host, or about one) and `finished` (the ranks of all hosts have). Start reading at `HostMember._live`.
 """
 
 from __future__ import annotations
@@ -122,6 +122,10 @@ class HostMember:
                 term.say(message["entry"])
             elif message["type"] == "say to leader":
                 term.say_to_leader(message["entry"])
+            elif message["type"] == "show":
+                term.show(message["what"])
+            elif message["type"] == "look":
+                term.look(lambda shown: self._tell("shown", hosts={str(host): told for host, told in shown.items()}))
             elif message["type"] == "report":
                 self._over = True
                 term.say({"do": "report", **{k: v for k, v in message.items() if k != "type"}})

@@ -66,7 +66,7 @@ class Term:
         self._connect = connect
         self._members = set(members)
         self._noticed_s: float | None = None  # when a host was silent for too long
-        self._entries: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()  # to do with the store
         self._round_s = time.monotonic()
         self._over = threading.Event()
         self._once = threading.Lock()
@@ -81,11 +81,24 @@ class Term:
 
     def say(self, entry: Mapping[str, Any]) -> None:
         """Append an entry to the log. Does not wait."""
-        self._entries.put((_LOG, entry))
+        self._requests.put(partial(self._append, _LOG, entry))
 
     def say_to_leader(self, entry: Mapping[str, Any]) -> None:
         """Append an entry to what the leader reads. Does not wait. It is lost with the leader."""
-        self._entries.put((_MAIL, entry))
+        self._requests.put(partial(self._append, _MAIL, entry))
+
+    def show(self, what: Any) -> None:
+        """Let other hosts see something, in place of what this one has shown in this term. Does not wait."""
+        self._requests.put(lambda store: store.set(f"shown/{self._host}", json.dumps(what)))
+
+    def look(self, seen: Callable[[dict[int, Any]], None]) -> None:
+        """Call a function with what the hosts show, by host. Does not wait."""
+
+        def look(store: Any) -> None:
+            keys = {host: f"shown/{host}" for host in sorted(self._members)}
+            seen({host: json.loads(store.get(key)) for host, key in keys.items() if store.check([key])})
+
+        self._requests.put(look)
 
     def watch(self, members: Collection[int]) -> None:
         """Watch these hosts from now on."""
@@ -106,7 +119,7 @@ class Term:
         Args:
             linger_s: On the leader, how long to wait for the others to do the same.
         """
-        self._entries.put(None)
+        self._requests.put(None)
         self._writer.join(linger_s)
         if self._over.is_set():
             return
@@ -148,25 +161,27 @@ class Term:
         due_s = time.monotonic()
         while not self._over.is_set():
             with suppress(queue.Empty):
-                if (given := self._entries.get(timeout=max(0.0, due_s - time.monotonic()))) is None:
+                if (request := self._requests.get(timeout=max(0.0, due_s - time.monotonic()))) is None:
                     # Over this connection: to open one to a leader that has just ended takes 10 s.
                     store.set(f"done/{self._host}", "1")
                     _await_arrival(store)
                     return
-                name, entry = given
-                place = store.add(f"{name}/count", 1)
-                store.set(f"{name}/{place}", json.dumps({**entry, "from": self._host}))
+                request(store)
             if time.monotonic() < due_s:
                 continue
             number += 1
             store.set(f"beat/{self._host}", str(number))
             _await_arrival(store)
             if self.leader == self._host:
-                self._look(store, beats, changed_s)
+                self._find_silent(store, beats, changed_s)
             self._round_s = time.monotonic()
             due_s = self._round_s + _POLL_S
 
-    def _look(self, store: Any, beats: dict[int, bytes], changed_s: dict[int, float]) -> None:
+    def _append(self, name: str, entry: Mapping[str, Any], store: Any) -> None:
+        place = store.add(f"{name}/count", 1)
+        store.set(f"{name}/{place}", json.dumps({**entry, "from": self._host}))
+
+    def _find_silent(self, store: Any, beats: dict[int, bytes], changed_s: dict[int, float]) -> None:
         now_s = time.monotonic()
         was_paused = now_s - self._round_s > _PAUSE_S
         for host in self._members - {self._host}:
