@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from unisono.launch.hosts.endpoint import listen
@@ -106,6 +107,39 @@ def test_what_a_host_shows_is_seen_by_all_until_it_shows_something_else():
         assert every[0].hear(2)
         every[0].term.look(seen.put)
         assert seen.get(timeout=WAIT_S) == {1: {"ranks": 2}, 2: "nothing"}
+
+
+@pytest.mark.parametrize("name", ["log", "mail"])
+def test_a_host_that_is_killed_while_it_writes_holds_nobody_up(name):
+    with members(3) as (stores, every):
+        every[0].term.say({"do": "begun"})
+        assert all(each.hear(1) for each in every)
+        dist.PrefixStore("term/0", stores[0]).add(f"{name}/count", 1)  # the place of an entry that never comes
+        for each in every:
+            (each.term.say if name == "log" else each.term.say_to_leader)({"do": "next"})
+        heard = every[0].hear(3)
+        assert sorted(heard) == [(host, "next") for host in range(3)]
+        if name == "log":
+            assert every[1].hear(3) == every[2].hear(3) == heard
+
+
+def test_a_host_that_writes_late_into_a_place_that_was_given_up_writes_into_another():
+    with members(2) as (stores, every):
+        hold, go_on = threading.Event(), threading.Event()
+
+        def write(store: Any) -> None:
+            place = store.add("log/count", 1)
+            hold.set()
+            assert go_on.wait(WAIT_S)
+            every[1].term._fill("log", place, {"do": "late"}, store)
+
+        every[1].term._requests.put(write)
+        assert hold.wait(WAIT_S)
+        every[0].term.say({"do": "meanwhile"})
+        assert every[0].hear(1) == every[1].hear(1) == [(0, "meanwhile")]
+        go_on.set()
+        assert every[0].hear(1) == every[1].hear(1) == [(1, "late")]
+        assert stores
 
 
 class SlowWay:

@@ -52,7 +52,7 @@ class RankView:
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _RankColumn:
     """A column of the table of ranks."""
 
     name: str
@@ -224,14 +224,14 @@ def _table(ranks: Sequence[RankView], shown: range) -> list[str]:
     has_gpu = any(each.gpu is not None for each in ranks)
     has_host = len({each.host for each in ranks}) > 1
     columns = [
-        _Column("RANK", 4, lambda each: str(each.rank)),
-        *([_Column("HOST", 4, lambda each: str(each.host))] if has_host else []),
-        _Column("STATE", 8, lambda each: each.state, is_text=True),
-        _Column("CPU", 5, lambda each: "-" if each.cores is None else f"{100 * each.cores:.0f} %"),
-        _Column("MEMORY", 7, lambda each: format_bytes(each.memory)),
-        *([_Column("GPU", 7, lambda each: "-" if each.gpu is None else format_bytes(each.gpu))] if has_gpu else []),
-        _Column("WAITS", 5, lambda each: "-" if each.waits is None else f"{100 * each.waits:.0f} %"),
-        _Column("CALL", 0, lambda each: each.doing or "-", is_text=True),
+        _RankColumn("RANK", 4, lambda each: str(each.rank)),
+        *([_RankColumn("HOST", 4, lambda each: str(each.host))] if has_host else []),
+        _RankColumn("STATE", 8, lambda each: each.state, is_text=True),
+        _RankColumn("CPU", 5, lambda each: "-" if each.cores is None else f"{100 * each.cores:.0f} %"),
+        _RankColumn("MEMORY", 7, lambda each: format_bytes(each.memory)),
+        *([_RankColumn("GPU", 7, lambda each: "-" if each.gpu is None else format_bytes(each.gpu))] if has_gpu else []),
+        _RankColumn("WAITS", 5, lambda each: "-" if each.waits is None else f"{100 * each.waits:.0f} %"),
+        _RankColumn("CALL", 0, lambda each: each.doing or "-", is_text=True),
     ]
     rows = [["" for _ in columns] for _ in range(1 + len(shown))]
     for at, column in enumerate(columns):

@@ -28,7 +28,9 @@ _POLL_S = 0.3
 _PAUSE_S = 2.0
 """A longer time between two looks is a pause of this process, and none of the others."""
 _FOREVER = timedelta(days=365)
-_LOG, _MAIL = "log", "mail"
+_WRITING_S = 1.0
+"""How long a host may take to write an entry into its place, which it gets before."""
+_LOG, _MAIL, _NOTHING = "log", "mail", "{}"
 
 
 class Term:
@@ -65,6 +67,8 @@ class Term:
         self._timeout_s, self._told, self._silent, self._broken = timeout_s, told, silent, broken
         self._connect = connect
         self._members = set(members)
+        self._awaited: dict[str, int] = {}  # the place of the next entry of each list that is read
+        self._due: dict[str, tuple[int, float]] = {}  # on the leader: a place of these without an entry, and since when
         self._noticed_s: float | None = None  # when a host was silent for too long
         self._requests: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()  # to do with the store
         self._round_s = time.monotonic()
@@ -150,8 +154,9 @@ class Term:
         store.set_timeout(_FOREVER)
         while not self._over.is_set():
             number += 1
+            self._awaited[name] = number
             entry = json.loads(store.get(f"{name}/{number}"))  # waits for it
-            if not self._over.is_set():
+            if entry and not self._over.is_set():
                 self._told(entry.pop("from"), entry)
 
     def _write(self) -> None:
@@ -174,12 +179,29 @@ class Term:
             _await_arrival(store)
             if self.leader == self._host:
                 self._find_silent(store, beats, changed_s)
+                self._give_up_places(store)
             self._round_s = time.monotonic()
             due_s = self._round_s + _POLL_S
 
     def _append(self, name: str, entry: Mapping[str, Any], store: Any) -> None:
-        place = store.add(f"{name}/count", 1)
-        store.set(f"{name}/{place}", json.dumps({**entry, "from": self._host}))
+        self._fill(name, store.add(f"{name}/count", 1), entry, store)
+
+    def _fill(self, name: str, place: int, entry: Mapping[str, Any], store: Any) -> None:
+        """Write an entry into its place, or into a new one if the leader has given that up meanwhile."""
+        text = json.dumps({**entry, "from": self._host})
+        while store.compare_set(f"{name}/{place}", "", text).decode() != text:
+            place = store.add(f"{name}/count", 1)
+
+    def _give_up_places(self, store: Any) -> None:
+        """Let readers go on beyond an entry whose writer has been killed between its place and its text."""
+        now_s = time.monotonic()
+        for name, place in self._awaited.items():
+            if store.add(f"{name}/count", 0) < place or store.check([f"{name}/{place}"]):
+                self._due.pop(name, None)
+            elif self._due.setdefault(name, (place, now_s))[0] != place:
+                self._due[name] = place, now_s
+            elif now_s - self._due[name][1] > _WRITING_S:
+                store.compare_set(f"{name}/{place}", "", _NOTHING)
 
     def _find_silent(self, store: Any, beats: dict[int, bytes], changed_s: dict[int, float]) -> None:
         now_s = time.monotonic()
