@@ -67,7 +67,8 @@ class Term:
         self._timeout_s, self._told, self._silent, self._broken = timeout_s, told, silent, broken
         self._connect = connect
         self._members = set(members)
-        self._awaited: dict[str, int] = {}  # the place of the next entry of each list that is read
+        lists = (_LOG, _MAIL) if leader == host else (_LOG,)
+        self._awaited = dict.fromkeys(lists, 1)  # the place of the next entry of each list that is read
         self._due: dict[str, tuple[int, float]] = {}  # on the leader: a place of these without an entry, and since when
         self._noticed_s: float | None = None  # when a host was silent for too long
         self._requests: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()  # to do with the store
@@ -78,7 +79,7 @@ class Term:
 
     def begin(self) -> None:
         """Begin to read and to write."""
-        for name in (_LOG, _MAIL) if self.leader == self._host else (_LOG,):
+        for name in self._awaited:
             read = partial(self._read, name)
             threading.Thread(target=self._run, args=(read,), name="unisono-hosts-read", daemon=True).start()
         self._writer.start()
