@@ -124,3 +124,33 @@ def test_neither_are_buffers_nor_metrics_nor_what_only_one_virtual_rank_does(cap
     counting.mean = torchmetrics.MeanMetric()
     assert warned(counting, capfd) == ""
     assert warned(Keeping(in_place), capfd, virtual_ranks=1) == ""
+
+
+PIPELINE = """
+import torch
+from torch import nn
+import unisono
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.kept = nn.Linear(4, 4), nn.Linear(4, 4), torch.zeros(4)
+    def forward(self, x):
+        out = self.last(self.first(x))
+        self.kept = 0.9 * self.kept + out.detach().mean(0)
+        return out
+torch.manual_seed(0)
+model = Model()
+data = torch.utils.data.TensorDataset(torch.randn(24, 4))
+parallel = unisono.parallel.Pipeline(stages=2) if STAGES else None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, progress=False, parallel=parallel)
+for _ in trainer.epochs(2):
+    for batch in trainer.batches(data, batch_size=8):
+        trainer.step(lambda model, batch: model(batch[0]).square().mean(1), batch)
+trainer.print("weights sha256:", trainer.digest())
+"""
+
+
+def test_one_that_another_stage_computes_is_not_read(run_ranks):
+    whole = run_ranks(1, PIPELINE.replace("STAGES", "False"))
+    assert run_ranks(2, PIPELINE.replace("STAGES", "True")).sha() == whole.sha()

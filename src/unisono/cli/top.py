@@ -192,8 +192,6 @@ class _UsageSamples:
             return False
         answer = answers[self.agent]
         self._problem = ""
-        if answer is not None:
-            self._problem = "; ".join(map(_printable, answer.get("silent", ())))
         if answer is None:
             self._problem = f"the launcher does not answer: it is {read_state(self.agent).state}"
         elif any("waits" not in each for each in answer.get("activity", [{}])):
@@ -202,6 +200,7 @@ class _UsageSamples:
             )
         else:
             self._answer = answer
+            self._problem = "; ".join(map(_printable, answer.get("silent", ())))
         now_s, seen = time.monotonic(), self._seen
         self._seen = {}
         for each in self._answer.get("activity", ()):

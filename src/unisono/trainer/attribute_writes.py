@@ -83,7 +83,9 @@ def _change(attribute: _Attribute) -> str | None:
     if attribute.tensor._version != attribute.version:
         return "modifies the tensor in"
     now, before = vars(attribute.module).get(attribute.name), attribute.tensor
-    if attribute.place or now is before or not attribute.is_from_start or not isinstance(now, Tensor):
+    if attribute.place or now is before or not attribute.is_from_start:
+        return None
+    if type(now) is not Tensor or type(before) is not Tensor or now.is_meta:  # its value may be on another stage
         return None
     is_alike = (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
     return "puts another tensor into" if is_alike and not torch.equal(now, before) else None
@@ -120,4 +122,5 @@ def _tensors_in(value: object) -> list[tuple[str, Tensor]]:
 
 
 def _storage(tensor: Tensor) -> int:
+    """Return what tells the memory of a tensor from that of others; 0 for one that is not in one piece."""
     return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
