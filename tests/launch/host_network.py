@@ -217,7 +217,10 @@ class Hosts:
 
 def finish(process: subprocess.Popen[bytes]) -> subprocess.CompletedProcess[str]:
     """Wait for the end of a launcher."""
-    out, err = process.communicate(timeout=TIMEOUT_S)
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"{error}\n{error.stdout!r}\n{error.stderr!r}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
 
 

@@ -29,6 +29,12 @@ class Member:
         self.told: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self.silent: queue.Queue[set[int]] = queue.Queue()
         self.broken: queue.Queue[str] = queue.Queue()
+        self.fails = False
+
+        def told(host: int, entry: dict[str, Any]) -> None:
+            if self.fails:
+                raise RuntimeError("a dictionary changed while it was read")
+            self.told.put((host, entry))
 
         def connect() -> Any:
             store = dist.TCPStore(
@@ -43,7 +49,7 @@ class Member:
             members=range(hosts),
             connect=connect,
             timeout_s=timeout_s,
-            told=lambda host, entry: self.told.put((host, entry)),
+            told=told,
             silent=lambda hosts: self.silent.put({*hosts}),
             broken=self.broken.put,
         )
@@ -109,18 +115,29 @@ def test_what_a_host_shows_is_seen_by_all_until_it_shows_something_else():
         assert seen.get(timeout=WAIT_S) == {1: {"ranks": 2}, 2: "nothing"}
 
 
-@pytest.mark.parametrize("name", ["log", "mail"])
-def test_a_host_that_is_killed_while_it_writes_holds_nobody_up(name):
+def test_a_host_that_is_killed_while_it_writes_holds_nobody_up():
     with members(3) as (stores, every):
         every[0].term.say({"do": "begun"})
         assert all(each.hear(1) for each in every)
-        dist.PrefixStore("term/0", stores[0]).add(f"{name}/count", 1)  # the place of an entry that never comes
+        dist.PrefixStore("term/0", stores[0]).add("log/count", 1)  # the place of an entry that never comes
         for each in every:
-            (each.term.say if name == "log" else each.term.say_to_leader)({"do": "next"})
+            each.term.say({"do": "next"})
         heard = every[0].hear(3)
         assert sorted(heard) == [(host, "next") for host in range(3)]
-        if name == "log":
-            assert every[1].hear(3) == every[2].hear(3) == heard
+        assert every[1].hear(3) == every[2].hear(3) == heard
+
+
+@pytest.mark.parametrize("is_mail", [False, True])
+def test_an_error_of_a_listener_is_not_taken_for_the_end_of_the_store(is_mail, monkeypatch):
+    raised: queue.Queue[Any] = queue.Queue()
+    monkeypatch.setattr(threading, "excepthook", raised.put)
+    with members(2) as (_, every):
+        every[0].fails = True
+        (every[1].term.say_to_leader if is_mail else every[1].term.say)({"do": "something"})
+        assert raised.get(timeout=WAIT_S).exc_type is RuntimeError
+        assert "launcher has failed, as the error above says" in every[0].broken.get(timeout=WAIT_S)
+        assert is_mail or every[1].hear(1) == [(1, "something")]
+        assert every[1].broken.empty()
 
 
 def test_a_host_that_writes_late_into_a_place_that_was_given_up_writes_into_another():
@@ -131,7 +148,7 @@ def test_a_host_that_writes_late_into_a_place_that_was_given_up_writes_into_anot
             place = store.add("log/count", 1)
             hold.set()
             assert go_on.wait(WAIT_S)
-            every[1].term._fill("log", place, {"do": "late"}, store)
+            every[1].term._fill(place, {"do": "late"}, store)
 
         every[1].term._requests.put(write)
         assert hold.wait(WAIT_S)

@@ -1,9 +1,9 @@
 """The messages between the hosts of a job: a log in the store of one of them, the leader, and signs of life.
 
-All read the entries in the same order. What only the leader needs is in a second list, its mail, which only the leader
-reads: if all of many hosts read what each of them answers, that would take most of a second for a hundred. As long as
-one host leads is a *term*, as in Raft; when it is lost, the others
-begin the next term at the store of another one (`launch.hosts.member`). Start reading at `Term`.
+All read the entries in the same order. What only the leader needs goes into a queue of the store, its mail: if all of
+many hosts read what each of them answers, that would take most of a second for a hundred. As long as one host leads is
+a *term*, as in Raft; when it is lost, the others begin the next term at the store of another one
+(`launch.hosts.member`). Start reading at `Term`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Term:
         members: The hosts that take part; they may become fewer or more.
         connect: Opens a connection to the store, with a prefix that belongs to the term.
         timeout_s: How long a host may be silent.
-        told: Called with the host that wrote an entry, and the entry. By a thread of this object, for the entries of a
-            list one at a time.
+        told: Called with the host that wrote an entry, and the entry. By threads of this object: one for the log, and
+            one for the leader's mail.
         silent: Called on the leader with the hosts that are silent, once all others have shown that they are not: where
             the network is divided, all of the other side are silent together.
         broken: Called once, with the reason, if the store cannot be used any more.
@@ -67,30 +67,30 @@ class Term:
         self._timeout_s, self._told, self._silent, self._broken = timeout_s, told, silent, broken
         self._connect = connect
         self._members = set(members)
-        lists = (_LOG, _MAIL) if leader == host else (_LOG,)
-        self._awaited = dict.fromkeys(lists, 1)  # the place of the next entry of each list that is read
-        self._due: dict[str, tuple[int, float]] = {}  # on the leader: a place of these without an entry, and since when
+        self._awaited = 1  # the place of the next entry of the log
+        self._due: tuple[int, float] | None = None  # on the leader: that place if it has no entry, and since when
         self._noticed_s: float | None = None  # when a host was silent for too long
         self._requests: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()  # to do with the store
         self._round_s = time.monotonic()
         self._over = threading.Event()
+        self._has_failed = False  # by an error of what `told` calls, which is none of the store
         self._once = threading.Lock()
         self._writer = threading.Thread(target=self._run, args=(self._write,), name="unisono-hosts-write", daemon=True)
 
     def begin(self) -> None:
         """Begin to read and to write."""
-        for name in self._awaited:
-            read = partial(self._read, name)
+        for read in (self._read_log, self._read_mail) if self.leader == self._host else (self._read_log,):
             threading.Thread(target=self._run, args=(read,), name="unisono-hosts-read", daemon=True).start()
         self._writer.start()
 
     def say(self, entry: Mapping[str, Any]) -> None:
         """Append an entry to the log. Does not wait."""
-        self._requests.put(partial(self._append, _LOG, entry))
+        self._requests.put(partial(self._append, entry))
 
     def say_to_leader(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry to what the leader reads. Does not wait. It is lost with the leader."""
-        self._requests.put(partial(self._append, _MAIL, entry))
+        """Send an entry to the leader. Does not wait. It is lost with the leader."""
+        text = self._signed(entry)
+        self._requests.put(lambda store: store.queue_push(_MAIL, text))  # one message, which needs no answer
 
     def show(self, what: Any) -> None:
         """Let other hosts see something, in place of what this one has shown in this term. Does not wait."""
@@ -141,6 +141,8 @@ class Term:
         try:
             body()
         except STORE_ERRORS:
+            if self._has_failed:
+                raise
             self._break("has closed its connection: its launcher has ended, or was killed")
 
     def _break(self, reason: str) -> None:
@@ -150,15 +152,31 @@ class Term:
             self._over.set()
         self._broken(reason)
 
-    def _read(self, name: str) -> None:
-        store, number = self._connect(), 0
+    def _read_log(self) -> None:
+        store = self._connect()
         store.set_timeout(_FOREVER)
         while not self._over.is_set():
-            number += 1
-            self._awaited[name] = number
-            entry = json.loads(store.get(f"{name}/{number}"))  # waits for it
-            if entry and not self._over.is_set():
-                self._told(entry.pop("from"), entry)
+            self._tell(store.get(f"{_LOG}/{self._awaited}"))  # waits for it
+            self._awaited += 1
+
+    def _read_mail(self) -> None:
+        store = self._connect()
+        store.set_timeout(_FOREVER)
+        while not self._over.is_set():
+            self._tell(store.queue_pop(_MAIL))  # waits for one
+
+    def _tell(self, text: bytes) -> None:
+        entry = json.loads(text)
+        if not entry or self._over.is_set():
+            return
+        is_told = False
+        try:
+            self._told(entry.pop("from"), entry)
+            is_told = True
+        finally:
+            if not is_told:
+                self._has_failed = True
+                self._break("cannot be followed: this host's launcher has failed, as the error above says")
 
     def _write(self) -> None:
         store, number = self._connect(), 0
@@ -180,29 +198,31 @@ class Term:
             _await_arrival(store)
             if self.leader == self._host:
                 self._find_silent(store, beats, changed_s)
-                self._give_up_places(store)
+                self._give_up_place(store)
             self._round_s = time.monotonic()
             due_s = self._round_s + _POLL_S
 
-    def _append(self, name: str, entry: Mapping[str, Any], store: Any) -> None:
-        self._fill(name, store.add(f"{name}/count", 1), entry, store)
+    def _append(self, entry: Mapping[str, Any], store: Any) -> None:
+        self._fill(store.add(f"{_LOG}/count", 1), entry, store)
 
-    def _fill(self, name: str, place: int, entry: Mapping[str, Any], store: Any) -> None:
+    def _fill(self, place: int, entry: Mapping[str, Any], store: Any) -> None:
         """Write an entry into its place, or into a new one if the leader has given that up meanwhile."""
-        text = json.dumps({**entry, "from": self._host})
-        while store.compare_set(f"{name}/{place}", "", text).decode() != text:
-            place = store.add(f"{name}/count", 1)
+        text = self._signed(entry)
+        while store.compare_set(f"{_LOG}/{place}", "", text).decode() != text:
+            place = store.add(f"{_LOG}/count", 1)
 
-    def _give_up_places(self, store: Any) -> None:
+    def _signed(self, entry: Mapping[str, Any]) -> str:
+        return json.dumps({**entry, "from": self._host})
+
+    def _give_up_place(self, store: Any) -> None:
         """Let readers go on beyond an entry whose writer has been killed between its place and its text."""
-        now_s = time.monotonic()
-        for name, place in self._awaited.items():
-            if store.add(f"{name}/count", 0) < place or store.check([f"{name}/{place}"]):
-                self._due.pop(name, None)
-            elif self._due.setdefault(name, (place, now_s))[0] != place:
-                self._due[name] = place, now_s
-            elif now_s - self._due[name][1] > _WRITING_S:
-                store.compare_set(f"{name}/{place}", "", _NOTHING)
+        place, now_s = self._awaited, time.monotonic()
+        if store.add(f"{_LOG}/count", 0) < place or store.check([f"{_LOG}/{place}"]):
+            self._due = None
+        elif self._due is None or self._due[0] != place:
+            self._due = place, now_s
+        elif now_s - self._due[1] > _WRITING_S:
+            store.compare_set(f"{_LOG}/{place}", "", _NOTHING)
 
     def _find_silent(self, store: Any, beats: dict[int, bytes], changed_s: dict[int, float]) -> None:
         now_s = time.monotonic()
