@@ -219,9 +219,16 @@ class _Subprocess:
         facts = {"environment": env, "agent": int(command[4]), "kept": pass_fds[1:]}
         self._channel.send(facts, pass_fds[:1])
         os.waitpid(self._waiting, 0)
-        ((message, _),) = self._channel.receive()
+        told = self._channel.receive()
         self._channel.close()
-        return _popen(command, message["pid"])
+        return _popen(command, told[0][0]["pid"] if told else _fork_dead())
+
+
+def _fork_dead() -> int:
+    """Fork a process that is killed at once, as the one that was to become this has been. Returns: its process id."""
+    if not (pid := os.fork()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pid
 
 
 class _SubprocessOfDrill:

@@ -64,3 +64,42 @@ def test_the_sum_is_that_of_the_tree(fork_ranks, hosts, per_host, virtual_ranks,
 def test_the_sum_of_copies_is_that_of_the_tree(fork_ranks, ranks, virtual_ranks):
     """As for ranks that share a GPU, whose rows are copied to the CPU."""
     assert fork_ranks(ranks, SCRIPT, 1, virtual_ranks, "copies").out.count("equal") == ranks
+
+
+LEFT = """
+import os
+import time
+import torch
+import unisono
+from unisono.collectives.world import World
+from unisono.engine import select_engines
+from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.errors import PeerError
+
+os.environ["UNISONO_HOST"] = str(int(os.environ["RANK"]) // 2)
+unisono.init(backend="gloo", timeout=20)
+model = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(model.parameters())
+options = {"virtual_ranks": 4, "overlap": True}
+world = World.connect(torch.device("cpu"))
+engines = select_engines("collective", world, [model], [optimizer], **options)
+widest = NodeLayout.of(leaves=4, world_size=4, virtual_ranks=4)
+exchange = engines.all_reduce(100_000, widest=widest, dtype=torch.float32, device=torch.device("cpu"))
+exchange.start(widest)
+if world.rank:
+    exchange.launch()
+if world.rank == 1:
+    try:
+        exchange.advance()
+    except PeerError as error:
+        print(error, flush=True)
+else:
+    time.sleep(0.5)
+    engines.close()
+world.gather(None, "the end")
+"""
+
+
+def test_a_rank_that_waits_for_one_of_its_host_is_freed_when_that_one_leaves_the_step(fork_ranks):
+    job = fork_ranks(4, LEFT)
+    assert "the group was left by rank 0" in job.out

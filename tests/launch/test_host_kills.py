@@ -22,8 +22,8 @@ CAUSES = {
 }
 """Which process of a launcher is killed, and how the other hosts call that."""
 CONF = "last_call_timeout=0.5,keep_alive_interval=1,keep_alive_max_attempt=3"
-PATIENCE_S = 15.0
-"""More than hosts need to notice that one has ended while they met."""
+MEETING_S, RUN_S = 15.0, 60.0
+"""More than hosts need to notice that one has ended while they met, and to come to the end of a run."""
 
 
 def kill(launcher: int, what: str) -> bool:
@@ -54,7 +54,7 @@ def test_a_host_of_which_a_process_is_killed_at_any_moment_is_named_and_the_othe
         await_line(jobs[-1], "working", stream="stdout")
     time.sleep(pause_s)
     is_killed = kill(jobs[lost].pid, what)
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + (MEETING_S if meets else RUN_S)
     while time.monotonic() < end_s and any(job.poll() is None for job in jobs):
         time.sleep(0.02)
     waiting = [host for host, job in enumerate(jobs) if job.poll() is None]

@@ -29,9 +29,10 @@ class Member:
         self.told: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self.silent: queue.Queue[set[int]] = queue.Queue()
         self.broken: queue.Queue[str] = queue.Queue()
-        self.fails = False
+        self.fails, self.delay_s = False, 0.0
 
         def told(host: int, entry: dict[str, Any]) -> None:
+            time.sleep(self.delay_s if entry["do"] == "slow" else 0)
             if self.fails:
                 raise RuntimeError("a dictionary changed while it was read")
             self.told.put((host, entry))
@@ -125,6 +126,15 @@ def test_a_host_that_is_killed_while_it_writes_holds_nobody_up():
         heard = every[0].hear(3)
         assert sorted(heard) == [(host, "next") for host in range(3)]
         assert every[1].hear(3) == every[2].hear(3) == heard
+
+
+def test_an_answer_comes_after_what_it_answers():
+    with members(2) as (_, every):
+        every[0].delay_s = 0.5  # the other host reads the entry, and answers it, before the leader has
+        every[0].term.say({"do": "slow"})
+        assert every[1].hear(1) == [(0, "slow")]
+        every[1].term.say_to_leader({"do": "answer"})
+        assert every[0].hear(2) == [(0, "slow"), (1, "answer")]
 
 
 @pytest.mark.parametrize("is_mail", [False, True])

@@ -124,6 +124,9 @@ class EngineFactory:
             engine.close()
         if self._loads is not None:
             self._loads.remove()
+        if self._hosts is not None and self._hosts.runtime is not None:
+            # This rank may have seen that one of another host has died before the others of its host have.
+            self._hosts.runtime.leave()
 
     def _make(self, optimizer: Optimizer) -> Engine:
         if self.workers is not None:

@@ -352,6 +352,10 @@ class SharedRuntime:
         """Make the other ranks raise where they wait."""
         self._peer_wait.abort(reason)
 
+    def leave(self) -> None:
+        """Make other ranks raise where they wait for this one, unless it has done its part of that already."""
+        self._abort_flag.leave()
+
     @property
     def abort_reason(self) -> str | None:
         """The reason why ranks no longer agree; None while they do."""

@@ -67,7 +67,9 @@ class Term:
         self._timeout_s, self._told, self._silent, self._broken = timeout_s, told, silent, broken
         self._connect = connect
         self._members = set(members)
-        self._awaited = 1  # the place of the next entry of the log
+        self._awaited = 1  # the place in the log of the next entry, or of the one that is being told
+        self._is_told = threading.Condition()  # whether the entry at that place has been
+        self._heard = 0  # the place of the last entry that this host has read
         self._due: tuple[int, float] | None = None  # on the leader: that place if it has no entry, and since when
         self._noticed_s: float | None = None  # when a host was silent for too long
         self._requests: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()  # to do with the store
@@ -88,8 +90,11 @@ class Term:
         self._requests.put(partial(self._append, entry))
 
     def say_to_leader(self, entry: Mapping[str, Any]) -> None:
-        """Send an entry to the leader. Does not wait. It is lost with the leader."""
-        text = self._signed(entry)
+        """Send an entry to the leader, which reads it after all entries that this host has read. Does not wait.
+
+        It is lost with the leader.
+        """
+        text = self._signed({**entry, "after": self._heard})
         self._requests.put(lambda store: store.queue_push(_MAIL, text))  # one message, which needs no answer
 
     def show(self, what: Any) -> None:
@@ -156,17 +161,25 @@ class Term:
         store = self._connect()
         store.set_timeout(_FOREVER)
         while not self._over.is_set():
-            self._tell(store.get(f"{_LOG}/{self._awaited}"))  # waits for it
-            self._awaited += 1
+            text = store.get(f"{_LOG}/{self._awaited}")  # waits for it
+            self._heard = self._awaited
+            self._tell(json.loads(text))
+            with self._is_told:
+                self._awaited += 1
+                self._is_told.notify()
 
     def _read_mail(self) -> None:
         store = self._connect()
         store.set_timeout(_FOREVER)
         while not self._over.is_set():
-            self._tell(store.queue_pop(_MAIL))  # waits for one
+            entry = json.loads(store.queue_pop(_MAIL))  # waits for one
+            place = entry.pop("after")
+            with self._is_told:  # it may answer an entry that this host has written, and not read yet
+                while self._awaited <= place and not self._over.is_set():
+                    self._is_told.wait(_POLL_S)
+            self._tell(entry)
 
-    def _tell(self, text: bytes) -> None:
-        entry = json.loads(text)
+    def _tell(self, entry: dict[str, Any]) -> None:
         if not entry or self._over.is_set():
             return
         is_told = False
