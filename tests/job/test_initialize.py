@@ -108,6 +108,34 @@ def test_a_prompt_of_python_can_call_it_again_and_again():
     assert "backend=gloo, but this process is in a job that has shm" in done.stderr
 
 
+CLOSING = """
+import os, sys, time, torch.distributed as dist, unisono
+from pathlib import Path
+
+def connections():  # also those that have ended, which the kernel knows for a minute
+    remote = f":{int(os.environ['MASTER_PORT']):04X}"
+    rows = [row for table in ("tcp", "tcp6") for row in Path("/proc/net", table).read_text().splitlines()]
+    return sum(row.split()[2].endswith(remote) for row in rows)
+
+rank = int(sys.argv[1])
+for turn in range(3):
+    with unisono.init(timeout=60):
+        dist.barrier()
+        kept = [dist.distributed_c10d._get_default_store()] if rank == 0 else []
+    if rank == 0:
+        before = connections()
+        time.sleep(0.3)
+        print(connections() - before <= 0)
+        kept.clear()
+"""
+
+
+def test_a_rank_does_not_try_the_store_that_rank_0_is_closing(processes):
+    """Its connection would break, of which torch warns on the terminal, with a stack."""
+    given = {"RANK": "{rank}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    assert processes(2, CLOSING, **given) == (["True\n" * 3, ""], ["", ""])
+
+
 MEET = """
 import sys, torch, torch.distributed as dist, unisono
 rank, tcp, free, file = int(sys.argv[1]), *sys.argv[2:]

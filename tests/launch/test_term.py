@@ -133,8 +133,9 @@ def test_an_answer_comes_after_what_it_answers():
         every[0].delay_s = 0.5  # the other host reads the entry, and answers it, before the leader has
         every[0].term.say({"do": "slow"})
         assert every[1].hear(1) == [(0, "slow")]
-        every[1].term.say_to_leader({"do": "answer"})
-        assert every[0].hear(2) == [(0, "slow"), (1, "answer")]
+        every[1].term.say_to_leader({"do": "answer", "after": 812})
+        assert every[0].hear(1) == [(0, "slow")]
+        assert every[0].told.get(timeout=WAIT_S) == (1, {"do": "answer", "after": 812})
 
 
 @pytest.mark.parametrize("is_mail", [False, True])

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset
 
 import unisono
+from unisono.engine.optimizer_hooks import is_hooked
 
 DATA = TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(0)))
 SCHEDULER = torch.optim.lr_scheduler.StepLR
@@ -150,3 +151,91 @@ def test_batches_that_the_loop_leaves_out_are_not_dealt_again(tmp_path):
     batches.close()
     resumed = make_trainer(directory=tmp_path)
     assert deal(resumed) == [2]
+
+
+def warned(capfd, act, *, first=lambda trainer: None, **options):
+    """Take three steps, and act after each; return what is warned of."""
+    trainer = make_trainer(**options)
+    first(trainer)
+    for batch in trainer.batches(DATA, batch_size=8):
+        trainer.step(loss, batch)
+        act(trainer, next(iter(batch.micro_batches)))
+    return capfd.readouterr().err
+
+
+def step_by_hand(trainer, _=None):
+    trainer.optimizer.step()
+
+
+def go_backward(trainer, micro_batch):
+    loss(trainer.model, micro_batch).sum().backward()
+
+
+@pytest.mark.parametrize("engine", ["auto", "collective"])
+def test_an_optimizer_step_that_was_left_in_the_loop_is_warned_of_once(capfd, engine):
+    (line,) = warned(capfd, step_by_hand, engine=engine).splitlines()
+    assert line.startswith("unisono: warning: optimizer.step() has been called since the last trainer.step(...), which")
+    assert "Leave optimizer.step() and optimizer.zero_grad() out of the loop" in line
+
+
+@pytest.mark.parametrize(
+    "act",
+    [go_backward, lambda trainer, _: nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e-3)],
+    ids=["backward", "clipping"],
+)
+def test_a_gradient_that_the_loop_changes_in_vain_is_warned_of_once(capfd, act):
+    (line,) = warned(capfd, act).splitlines()
+    assert line.startswith(
+        "unisono: warning: the loop has changed the gradient of 'weight' since the last trainer.step"
+    )
+
+
+def test_a_schedule_that_the_loop_steps_as_well_is_warned_of_once(capfd):
+    schedules = []
+
+    def scheduler(optimizer):
+        schedules.append(SCHEDULER(optimizer, 1))
+        return schedules[-1]
+
+    (line,) = warned(capfd, lambda trainer, _: schedules[-1].step(), scheduler=scheduler).splitlines()
+    assert line.startswith(
+        "unisono: warning: scheduler.step() has been called since the last trainer.step(...), and the"
+    )
+    assert warned(capfd, lambda trainer, _: None, scheduler=scheduler) == ""
+
+
+QUIET = {
+    "nothing": lambda trainer, _: None,
+    "zero_grad": lambda trainer, _: trainer.model.zero_grad(),
+    "zero_grad in place": lambda trainer, _: trainer.optimizer.zero_grad(set_to_none=False),
+    "a gradient that is read": lambda trainer, _: [p.grad.norm() for p in trainer.model.parameters()],
+    "another optimizer": lambda trainer, _: torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0).step(),
+    "an evaluation": lambda trainer, _: trainer.evaluate(loss, DATA),
+}
+
+
+@pytest.mark.parametrize("act", QUIET.values(), ids=QUIET)
+def test_what_does_no_harm_between_two_steps_is_not_warned_of(capfd, act):
+    assert warned(capfd, act) == ""
+
+
+def test_steps_by_hand_before_the_first_step_of_the_trainer_are_not_warned_of(capfd):
+    def first(trainer):
+        go_backward(trainer, [torch.ones(2, 6)])
+        step_by_hand(trainer)
+
+    assert warned(capfd, lambda trainer, _: None, first=first) == ""
+
+
+def test_the_hook_that_counts_steps_is_none_of_the_users(capfd):
+    """Nor are a second Trainer of the same optimizer, and a scheduler that counts steps, mistaken for the loop."""
+    trainer = make_trainer(scheduler=lambda optimizer: SCHEDULER(optimizer, 2))
+    again = unisono.Trainer(trainer.model, trainer.optimizer, virtual_ranks=2, progress=False)
+    for batch in trainer.batches(DATA, batch_size=8):
+        trainer.step(loss, batch)
+    for batch in again.batches(DATA, batch_size=8):
+        again.step(loss, batch)
+    assert not is_hooked(trainer.optimizer)
+    trainer.optimizer.register_step_pre_hook(lambda *_: None)
+    assert is_hooked(trainer.optimizer)
+    assert "optimizer.step() has been called" not in capfd.readouterr().err

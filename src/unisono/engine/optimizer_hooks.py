@@ -9,19 +9,43 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["has_post_hooks", "has_pre_hooks", "is_hooked", "with_hooks"]
+__all__ = ["StepCounter", "has_post_hooks", "has_pre_hooks", "is_hooked", "with_hooks"]
 
 _pre_hooks_of = attrgetter("_optimizer_step_pre_hooks")
 _post_hooks_of = attrgetter("_optimizer_step_post_hooks")
 
 
+class StepCounter:
+    """Counts the calls of an optimizer's `step` that are not the Trainer's, by a hook that is none of the user's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_paused = False
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> StepCounter:
+        """Return the counter of an optimizer, which has one."""
+        for hook in _pre_hooks_of(optimizer).values():
+            if isinstance(hook, cls):
+                return hook
+        optimizer.register_step_pre_hook(made := cls())
+        return made
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a call; the hook itself."""
+        self.count += not self.is_paused
+
+
 def has_pre_hooks(optimizers: Iterable[Optimizer]) -> bool:
     """Return True if hooks run before the step of one of these optimizers."""
-    return bool(_global_optimizer_pre_hooks) or any(map(_pre_hooks_of, optimizers))
+    if _global_optimizer_pre_hooks:
+        return True
+    return not all(isinstance(hook, StepCounter) for each in optimizers for hook in _pre_hooks_of(each).values())
 
 
 def has_post_hooks(optimizers: Iterable[Optimizer]) -> bool:

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from unisono.errors import LaunchError, PeerError
 from unisono.job.placement import Placement
 from unisono.job.store_exchange import late_message, wait_for_keys
-from unisono.tcp_store import open_store
+from unisono.tcp_store import LOCAL_HOSTS, open_store
 
 __all__ = ["Rendezvous", "rendezvous"]
 
@@ -39,6 +40,15 @@ _rendezvous_counts: Counter[tuple[str, int]] = Counter()
 
 _names: set[str] = set()
 """Names, chosen by rank 0, of the jobs that this process has joined at stores of rank 0."""
+
+_listeners: dict[str, str] = {}
+"""By address on this machine, the socket of rank 0's store at which this process has met last."""
+
+_LISTENS = "0A"
+"""The state of a socket that listens, in /proc/net/tcp."""
+
+_CLOSING_S = 1.0
+"""How long rank 0 may take to close a store. It does not close one that its program has kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,8 +178,11 @@ def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
     pause_s = _PAUSE_S
-    if rank != 0 and _names:
-        time.sleep(pause_s)  # if the last job met here, rank 0 is closing its store now
+    if rank != 0 and _names:  # if the last job met here, rank 0 is closing its store now
+        time.sleep(pause_s)
+        closed_s = min(deadline_s, time.monotonic() + _CLOSING_S)
+        while url in _listeners and _listener_at(url) == _listeners[url] and time.monotonic() < closed_s:
+            time.sleep(pause_s)
     while True:
         left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         try:
@@ -184,6 +197,8 @@ def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout
         else:
             if name is not None and name not in _names:
                 _names.add(name)
+                if rank != 0 and (listener := _listener_at(url)) is not None:
+                    _listeners[url] = listener
                 return _admit(store, name, rank, world_size, place=place, hosted=True)
             if time.monotonic() + pause_s >= deadline_s:
                 doing = f"join the {world_size} ranks at {place}"
@@ -191,6 +206,24 @@ def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout
             del store
         time.sleep(pause_s)
         pause_s = min(0.1, 1.5 * pause_s)
+
+
+def _listener_at(url: str) -> str | None:
+    """Return a name of the socket that listens at an address; None if that is not on this machine, or unknown.
+
+    A rank that connects to a store just before it is closed gets a warning of torch on its terminal, with a stack.
+    """
+    host, port = urlsplit(url).hostname, urlsplit(url).port
+    if url == "env://":
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if host not in LOCAL_HOSTS:
+        return None
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):  # not on Linux
+            for row in map(str.split, Path("/proc/net", table).read_text().splitlines()[1:]):
+                if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port:
+                    return row[9]  # its inode
+    return None
 
 
 def _name_job(store: dist.Store, rank: int, deadline_s: float) -> str | None:  # type: ignore[name-defined]

@@ -359,8 +359,9 @@ class Loop:
         self._table_statistics.end(self._cursor.total_steps)
         shown = name if len(self.optimizers.runners) > 1 else None
         self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
-        for message in runner.warnings(batch.epoch):
-            self._warn(message)
+        for message in (*runner.warnings(batch.epoch), self.optimizers.warning()):
+            if message is not None:
+                self._warn(message)
         return result
 
     def account(self, batch: Batch, result: StepResult, *, counts: bool) -> None:

@@ -8,6 +8,12 @@ from unisono.trainer.averages import update_average
 
 __all__ = ["OptimizerSteps"]
 
+_STEPPED = (
+    "scheduler.step() has been called since the last trainer.step(...), and the Trainer, which was given the "
+    "scheduler, calls it as well: the rate changes twice as fast. Leave scheduler.step() out of the loop, or "
+    "scheduler= out of Trainer."
+)
+
 
 class OptimizerSteps:
     """The optimizers of a run.
@@ -22,6 +28,9 @@ class OptimizerSteps:
         self._modules, self._averages, self._schedulers = parts.modules, parts.averages, parts.schedulers
         self._cut, self._divided = parts.cut, parts.divided_average
         self._interval = parts.settings.scheduler_interval
+        self._left: dict[str, int] | None = {}
+        """How far each schedule is after its first step; None once that has been looked at before the second."""
+        self._message: str | None = None
 
     def name(self, optimizer: str | None) -> str | None:
         """Return the name under which the runner of a step is kept; None stands for all optimizers, if several."""
@@ -52,7 +61,22 @@ class OptimizerSteps:
         if self._interval == "step":
             for of_optimizer, scheduler in self._schedulers.items():
                 if name in (of_optimizer, None):
+                    self._look(of_optimizer)
                     scheduler.step()
+                    if self._left is not None:
+                        self._left[of_optimizer] = scheduler.last_epoch
+
+    def _look(self, of_optimizer: str) -> None:
+        """Look once whether the loop steps a schedule as well: what a loop does, it does in each turn."""
+        if self._left is not None and of_optimizer in self._left:
+            if self._schedulers[of_optimizer].last_epoch != self._left[of_optimizer]:
+                self._message = _STEPPED
+            self._left = None
+
+    def warning(self) -> str | None:
+        """Return a warning, once, if there is one."""
+        message, self._message = self._message, None
+        return message
 
     def end_epoch(self) -> None:
         """Update schedules after an epoch."""

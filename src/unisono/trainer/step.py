@@ -45,6 +45,7 @@ from unisono.metrics.average import Average
 from unisono.trainer.attribute_writes import AttributeWrites
 from unisono.trainer.changed_gradients import check_gradients
 from unisono.trainer.closure import check_closure, needs_closure, step_with_closure
+from unisono.trainer.loop_actions import LoopActions
 from unisono.trainer.loss_check import check_totals
 from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter
@@ -90,6 +91,7 @@ class StepRunner:
         self._shares = gradients
         self._optimizer, self._buffers = optimizer, buffers
         self._needs_closure = needs_closure(optimizer)
+        self._actions = LoopActions(parts_of(optimizer))
         self._fingerprint, self._attributes = fingerprint, attributes
         self._trained = Trained((), ())
         self._tables: list[Tensor] = []
@@ -145,6 +147,7 @@ class StepRunner:
                 "workers, and with sync= they meet once in a round only: leave that out, or sync="
             )
         self._find_trained()
+        self._actions.begin(self._trained)
         if self._needs_closure:
             options = options._replace(closure=True)
         if self._run.exchange is not None and (options.encode is not None or options.closure):
@@ -169,14 +172,16 @@ class StepRunner:
                 return self._evaluate(loss_fn, batch, call, options, keeps_buffers=False).loss
 
             try:
-                step_with_closure(self._optimizer, self._trained, found.loss, again, self.transaction)
+                with self._actions.updating():
+                    step_with_closure(self._optimizer, self._trained, found.loss, again, self.transaction)
             except BaseException:
                 assert before is not None
                 before()
                 raise
         else:
             self._run.note("update")
-            self._engine.update(scaler)
+            with self._actions.updating():
+                self._engine.update(scaler)
             if self._tables:
                 drop(self._tables)  # ranks of one host have gradients of some rows only
         if self._weights is not None:
@@ -185,6 +190,7 @@ class StepRunner:
             scale = scaler.get_scale()
             scaler.update()
             skipped = scaler.get_scale() < scale
+        self._actions.end(self._trained)
         self.weight = found.weight
         return StepResult(
             found.loss, learning_rates=rates, grad_norm=found.grad_norm, skipped=skipped, values=found.values
@@ -290,8 +296,9 @@ class StepRunner:
         Whether parameters that it trained have dropout in evaluation mode is checked after the first step of each
         epoch, and after the first one that trains other parameters.
         """
-        if (message := self._attributes.warning()) is not None:
-            yield message
+        for watch in (self._attributes, self._actions):
+            if (message := watch.warning()) is not None:
+                yield message
         if epoch == self._looked_in or self._warned:
             return
         self._looked_in = epoch

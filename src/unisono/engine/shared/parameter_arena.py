@@ -232,6 +232,7 @@ class SharedParameters:
 def _written(name: str) -> UnisonoError:
     return UnisonoError(
         f"parameter {name!r} was written to between two steps. All ranks share one copy of the weights, so a write in "
-        "your loop happens once per rank. Change weights through the optimizer, or by model.load_state_dict(...) with "
-        'equal values on all ranks, or give Trainer engine="collective", which keeps a copy for each rank.'
+        "your loop happens once per rank. Leave optimizer.step() out of it, as trainer.step(...) calls that; change "
+        "weights by model.load_state_dict(...) with equal values on all ranks, or give Trainer "
+        'engine="collective", which keeps a copy for each rank.'
     )

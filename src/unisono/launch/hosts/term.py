@@ -94,7 +94,7 @@ class Term:
 
         It is lost with the leader.
         """
-        text = self._signed({**entry, "after": self._heard})
+        text = json.dumps([self._heard, {**entry, "from": self._host}])
         self._requests.put(lambda store: store.queue_push(_MAIL, text))  # one message, which needs no answer
 
     def show(self, what: Any) -> None:
@@ -172,8 +172,7 @@ class Term:
         store = self._connect()
         store.set_timeout(_FOREVER)
         while not self._over.is_set():
-            entry = json.loads(store.queue_pop(_MAIL))  # waits for one
-            place = entry.pop("after")
+            place, entry = json.loads(store.queue_pop(_MAIL))  # waits for one
             with self._is_told:  # it may answer an entry that this host has written, and not read yet
                 while self._awaited <= place and not self._over.is_set():
                     self._is_told.wait(_POLL_S)
@@ -220,12 +219,9 @@ class Term:
 
     def _fill(self, place: int, entry: Mapping[str, Any], store: Any) -> None:
         """Write an entry into its place, or into a new one if the leader has given that up meanwhile."""
-        text = self._signed(entry)
+        text = json.dumps({**entry, "from": self._host})
         while store.compare_set(f"{_LOG}/{place}", "", text).decode() != text:
             place = store.add(f"{_LOG}/count", 1)
-
-    def _signed(self, entry: Mapping[str, Any]) -> str:
-        return json.dumps({**entry, "from": self._host})
 
     def _give_up_place(self, store: Any) -> None:
         """Let readers go on beyond an entry whose writer has been killed between its place and its text."""
