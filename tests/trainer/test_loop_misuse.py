@@ -219,6 +219,15 @@ def test_what_does_no_harm_between_two_steps_is_not_warned_of(capfd, act):
     assert warned(capfd, act) == ""
 
 
+def test_sparse_gradients_that_the_loop_sets_to_zero_are_not_warned_of(capfd):
+    model = nn.EmbeddingBag(24, 3, sparse=True)
+    trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), virtual_ranks=2, progress=False)
+    for batch in trainer.batches(TensorDataset(torch.arange(24).view(12, 2)), batch_size=4):
+        trainer.step(loss, batch)
+        trainer.optimizer.zero_grad(set_to_none=False)
+    assert capfd.readouterr().err == ""
+
+
 def test_steps_by_hand_before_the_first_step_of_the_trainer_are_not_warned_of(capfd):
     def first(trainer):
         go_backward(trainer, [torch.ones(2, 6)])

@@ -46,7 +46,10 @@ class LoopActions:
             self._message = _STEPPED
         elif self._left is not None:
             for name, p in zip(*trained, strict=True):
-                if p.grad is not None and self._left.get(id(p)) != (id(p.grad), p.grad._version) and p.grad.any():
+                gradient = p.grad
+                if gradient is None or self._left.get(id(p)) == (id(gradient), gradient._version):
+                    continue
+                if (gradient._values() if gradient.is_sparse else gradient).any():  # otherwise it was set to zero
                     self._message = _CHANGED.format(name=name)
                     break
         self._left = None
