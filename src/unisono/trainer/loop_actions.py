@@ -49,7 +49,7 @@ class LoopActions:
                 gradient = p.grad
                 if gradient is None or self._left.get(id(p)) == (id(gradient), gradient._version):
                     continue
-                if (gradient._values() if gradient.is_sparse else gradient).any():  # otherwise it was set to zero
+                if gradient.any():  # otherwise it was set to zero
                     self._message = _CHANGED.format(name=name)
                     break
         self._left = None
