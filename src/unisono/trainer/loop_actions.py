@@ -13,8 +13,8 @@ from unisono.engine.optimizer_hooks import StepCounter
 __all__ = ["LoopActions"]
 
 _STEPPED = (
-    "optimizer.step() has been called since the last trainer.step(...), which updates the weights itself: the gradient "
-    "was applied twice. Leave optimizer.step() and optimizer.zero_grad() out of the loop."
+    "optimizer.step() has been called since the last trainer.step(...), which updates the weights itself: its gradient "
+    "may have been applied twice. Leave optimizer.step() and optimizer.zero_grad() out of the loop."
 )
 _CHANGED = (
     "the loop has changed the gradient of {name!r} since the last trainer.step(...), by a backward pass of its own or "
