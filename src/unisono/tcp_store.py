@@ -1,7 +1,7 @@
-"""A TCPStore at an address that the program has chosen, hosted by rank 0.
+"""Torch's TCPStore: at an address that the program has chosen, hosted by rank 0, or by the launcher.
 
-On this machine's loopback address it listens on that address alone. Used by `launch.rendezvous_patch` and
-`job.rendezvous`; `serve_store` by the launcher's store process. Start reading at `open_store`.
+On this machine's loopback address it listens on that address alone. `open_store` is used by `launch.rendezvous_patch`
+and `job.rendezvous`, `serve_store` by the launcher's processes. Start reading at `open_store`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from unisono.name_lookups import answered_here
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["LOCAL_HOSTS", "LOOPBACK", "open_store", "serve_store"]
+__all__ = ["LOCAL_HOSTS", "LOOPBACK", "make_store", "open_store", "serve_store"]
 
 LOOPBACK = "127.0.0.1"
 LOCAL_HOSTS = ("localhost", LOOPBACK)
@@ -37,15 +39,12 @@ def open_store(
     Raises:
         torch.distributed.DistError: Rank 0 does not host the store in time, or cannot.
     """
-    # Not at the top: the launcher's side is imported before torch.
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
-
     host = LOOPBACK if host in LOCAL_HOSTS else host
     with ExitStack() as stack:
         listener = _listen(port) if rank == 0 and host == LOOPBACK else None
         if listener is not None:
             stack.enter_context(listener)
-        store = TCPStore(
+        store = make_store(
             host,
             port,
             world_size,
@@ -79,9 +78,7 @@ def serve_store(address: str, listener: socket.socket) -> TCPStore:
         address: Where the listener can be reached.
         listener: A socket that listens.
     """
-    from torch import distributed as dist  # noqa: PLC0415  see open_store
-
-    return dist.TCPStore(  # type: ignore[attr-defined]
+    return make_store(
         address,
         listener.getsockname()[1],
         is_master=True,
@@ -90,3 +87,12 @@ def serve_store(address: str, listener: socket.socket) -> TCPStore:
         master_listen_fd=listener.detach(),
         use_libuv=True,
     )
+
+
+def make_store(host: str, port: int, world_size: int | None = None, **options: Any) -> TCPStore:
+    """Make a TCPStore with torch's options. No name server is asked for the names of addresses."""
+    # Not at the top: the launcher's side is imported before torch.
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
+
+    with answered_here(host):
+        return TCPStore(host, port, world_size, **options)

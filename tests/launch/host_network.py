@@ -85,6 +85,11 @@ class HostNetwork:
             with (_FILES / each / "hosts").open("a") as file:
                 file.write(f"{self.address(host)} {name}\n")
 
+    def give_name_server(self, host: int, address: str) -> None:
+        """Let processes that are started on a host from now on ask a name server for what its files do not have."""
+        (_FILES / self._names[host] / "resolv.conf").write_text(f"nameserver {address}\n")
+        (_FILES / self._names[host] / "nsswitch.conf").write_text("hosts: files dns\n")
+
     def set_link(self, host: int, state: str) -> None:
         """Plug the cable of a host in ("up") or out ("down")."""
         _ip("-n", self._stem, "link", "set", f"p{host}", state)
@@ -134,7 +139,7 @@ class HostNetwork:
             folder = _FILES / name
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
-            # Without a network there is no DNS: a look-up that asks for it makes torch warn of each connection.
+            # There is no name server.
             (folder / "nsswitch.conf").write_text("hosts: files\n")
 
     def _connect(self) -> None:

@@ -32,6 +32,7 @@ from unisono.job.local_ranks import can_share_memory
 from unisono.job.placement import own_placement
 from unisono.job.rendezvous import Rendezvous
 from unisono.recovery_link import Membership, RecoveryLink
+from unisono.tcp_store import make_store
 from unisono.text import name_ranks
 from unisono.variables import CPU_BACKEND_VARIABLE
 
@@ -311,7 +312,7 @@ def is_new_rank() -> bool:
 
 
 def _connect(host: str, port: int, timeout_s: float) -> Any:
-    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=min(_CONNECT_S, timeout_s)))  # type: ignore[attr-defined]
+    store = make_store(host, port, is_master=False, timeout=timedelta(seconds=min(_CONNECT_S, timeout_s)))
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
 

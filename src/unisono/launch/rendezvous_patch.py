@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from unisono.imports import when_imported
-from unisono.tcp_store import LOCAL_HOSTS, LOOPBACK, open_store
+from unisono.tcp_store import LOCAL_HOSTS, LOOPBACK, make_store, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -108,12 +108,12 @@ class _Meetings:
         self, hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
     ) -> Store:
         """Replace torch's `_create_c10d_store`: the address decides which process hosts the store."""
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
         if not 0 <= port < 1 << 16:
             raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
         host = LOOPBACK if hostname in LOCAL_HOSTS else hostname
         if is_job_store(host, port, self._given):
-            store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+            store = make_store(host, port, world_size, is_master=False, timeout=timeout)
             return store if self._generation == "0" else PrefixStore(f"generation_{self._generation}", store)
         return open_store(host, port, rank, world_size, timeout=timeout, use_libuv=use_libuv)

@@ -33,7 +33,7 @@ from unisono.launch.hosts.host_settings import HostPlace, HostSettings
 from unisono.launch.hosts.late_host import JobRunsError, unless_job_runs
 from unisono.launch.hosts.meeting_round import MeetingRound
 from unisono.launch.hosts.term import STORE_ERRORS
-from unisono.tcp_store import serve_store
+from unisono.tcp_store import make_store, serve_store
 
 __all__ = ["Meeting", "meet"]
 
@@ -157,7 +157,7 @@ def _meet(
     servers: list[Any] = [] if door.store is None else [door.store]
 
     def connect(*, joins: bool = False) -> Any:
-        return dist.TCPStore(  # type: ignore[attr-defined]
+        return make_store(
             door.address,
             door.port,
             # torchrun's host of a static rendezvous waits until so many have connected; a client does not wait.

@@ -18,7 +18,7 @@ from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.endpoint import listen
 from unisono.launch.hosts.guarded_port import GuardedPort, LocalPort
 from unisono.machine import host_id
-from unisono.tcp_store import LOOPBACK, serve_store
+from unisono.tcp_store import LOOPBACK, make_store, serve_store
 
 __all__ = ["OwnStore", "connect", "way_to"]
 
@@ -69,7 +69,5 @@ def way_to(hello: Mapping[str, Any], token: str) -> LocalPort:
 
 def connect(where: tuple[str, int], prefix: str, *, timeout_s: float = 10.0) -> Any:
     """Connect to the store of a host. Keys begin with the prefix."""
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        *where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+    store = make_store(*where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     return dist.PrefixStore(f"unisono/{prefix}", store)  # type: ignore[attr-defined]

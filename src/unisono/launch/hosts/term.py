@@ -191,7 +191,7 @@ class Term:
                 self._break("cannot be followed: this host's launcher has failed, as the error above says")
 
     def _write(self) -> None:
-        store, number = self._connect(), 0
+        store = self._connect()
         beats: dict[int, bytes] = {}
         changed_s: dict[int, float] = {}
         due_s = time.monotonic()
@@ -205,9 +205,7 @@ class Term:
                 request(store)
             if time.monotonic() < due_s:
                 continue
-            number += 1
-            store.set(f"beat/{self._host}", str(number))
-            _await_arrival(store)
+            store.add(f"beat/{self._host}", 1)  # which is answered, so the store is there
             if self.leader == self._host:
                 self._find_silent(store, beats, changed_s)
                 self._give_up_place(store)
@@ -236,8 +234,7 @@ class Term:
     def _find_silent(self, store: Any, beats: dict[int, bytes], changed_s: dict[int, float]) -> None:
         now_s = time.monotonic()
         was_paused = now_s - self._round_s > _PAUSE_S
-        for host in self._members - {self._host}:
-            beat = store.get(f"beat/{host}") if store.check([f"beat/{host}"]) else b""
+        for host, beat in self._look_at_beats(store, beats).items():
             if beat != beats.get(host) or was_paused:
                 beats[host], changed_s[host] = beat, now_s
         silent = {host for host in self._members & changed_s.keys() if now_s - changed_s[host] > self._timeout_s}
@@ -249,6 +246,13 @@ class Term:
         if all(changed_s[host] > self._noticed_s for host in self._members - silent - {self._host}):
             self._noticed_s = None
             self._silent(silent)
+
+    def _look_at_beats(self, store: Any, before: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Return what each of the others has counted up to; b"" for one that has not begun."""
+        others = self._members - {self._host}
+        begun = [host for host in others if before.get(host) or store.check([f"beat/{host}"])]
+        beats = store.multi_get([f"beat/{host}" for host in begun]) if begun else []  # one message for all of them
+        return {**dict.fromkeys(others, b""), **dict(zip(begun, beats, strict=True))}
 
 
 def _await_arrival(store: Any) -> None:
