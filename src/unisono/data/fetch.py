@@ -118,7 +118,7 @@ class Fetcher(Dataset[Any]):
         """Read micro-batches; call `seed` with a key before each sample and before samples are collated."""
         if self.settings.collate_fn is None and self._misses < _MOST_MISSES and task.parts and collates_as_torch():
             return self._read_together(task, seed, share)
-        collate = self.settings.collate_fn or default_collate
+        collate = self.settings.collate_fn or _collate
         found = []
         for part in task.parts:
             samples = self._samples(part, task.epoch, seed)
@@ -142,7 +142,7 @@ class Fetcher(Dataset[Any]):
         found, remaining = [], iter(samples)
         for part, size in zip(task.parts, sizes, strict=True):
             self._seed_collating(task, part, seed)
-            found.append(default_collate([*islice(remaining, size)]))
+            found.append(_collate([*islice(remaining, size)]))
         return found
 
     def _samples(self, part: Part, epoch: int, seed: Callable[[int], None] | None) -> list[Any]:
@@ -191,6 +191,24 @@ class Fetcher(Dataset[Any]):
 def _owners(part: Part) -> tuple[str, Sequence[int]]:
     """Return what the random numbers of each sample belong to, and the name of their stream."""
     return ("sample", part.indices) if part.positions is None else ("position", part.positions)
+
+
+def _collate(samples: list[Any]) -> Any:
+    """Make a micro-batch as torch does.
+
+    Raises:
+        TypeError, RuntimeError: As torch's, with what to do about it.
+    """
+    try:
+        return default_collate(samples)
+    except (TypeError, RuntimeError) as error:
+        if "default_collate" in str(error) or "stack expects each tensor" in str(error):
+            kind, advice = (
+                type(error),
+                "pass batches(..., collate_fn=function), which makes a batch of a list of samples.",
+            )
+            raise kind(f"{error}: {advice}") from None
+        raise
 
 
 def _whole_tensors(dataset: Any) -> tuple[Sequence[Tensor] | None, Tensor | None]:

@@ -131,6 +131,21 @@ class StepGradients(ABC):
             )
         return value, weight
 
+    def _refuse_own_backward(self, trained: Trained) -> None:
+        """Refuse a loss function that has called backward, before the first backward pass of a step.
+
+        Raises:
+            LossError: A parameter has a gradient already, which that of the step would be added to.
+        """
+        for p in trained.parameters:
+            if p.grad is not None:
+                name = next(name for name, each in zip(*trained, strict=True) if each is p)
+                raise LossError(
+                    f"the loss function has called backward: {name!r} has a gradient, to which that of the step would "
+                    "be added. Leave backward() out of the loss function and return the loss; if it needs a gradient "
+                    "itself, such as for a penalty, torch.autograd.grad(..., create_graph=True) computes one."
+                )
+
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
         if self._autocast is not None:

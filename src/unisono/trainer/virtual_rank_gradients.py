@@ -103,6 +103,8 @@ class VirtualRankGradients(StepGradients):
                 with self._forward_context(samples):
                     result = loss_fn(self._models, items)
             refuse_collectives_since(counted)
+            if share_loss is None and share is batch.shares[0]:
+                self._refuse_own_backward(self._trained)
             if carried is not None:
                 carried.end()
             value, weight = self._read(result, samples=samples, needs_graph=self.scaler is not None)
@@ -163,6 +165,7 @@ class VirtualRankGradients(StepGradients):
         with self._forward_context(batch.size):
             result = loss_fn(self._models, whole.value)
         refuse_collectives_since(counted)
+        self._refuse_own_backward(self._trained)
         value, weight = self._read(result, samples=batch.size)
         root = value.total / batch.size
         if self.scaler is not None:
