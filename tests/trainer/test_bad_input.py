@@ -131,6 +131,29 @@ def test_backward_over_a_whole_batch_is_refused_too():
             step()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.zero_grad(),
+        lambda model: model.zero_grad(set_to_none=False),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        lambda model: model(torch.randn(2, 4)).sum().backward(),
+    ],
+    ids=["none", "zero", "clip", "backward"],
+)
+def test_gradients_of_earlier_micro_batches_are_not_for_the_loss_function(change):
+    def loss(model, batch):
+        if model[0].weight.grad is not None:
+            change(model)
+        return per_sample(model, batch)
+
+    trainer = make_trainer(virtual_ranks=2)
+    before = trainer.digest()
+    with pytest.raises(LossError, match="has changed gradients, which hold what the share's earlier micro-batches"):
+        trainer.step(loss, first_batch(trainer, micro_batch_size=2))
+    assert trainer.digest() == before
+
+
 def test_a_loss_function_may_compute_gradients_that_it_does_not_leave():
     """Such as those of the input, for a penalty or an attack."""
     trainer, plain = make_trainer(), make_trainer()

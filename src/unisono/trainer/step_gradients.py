@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,10 @@ from unisono.trainer.modules import lone_sample
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.value_sums import ValueSums
 
-__all__ = ["PLAIN_STEP", "Loss", "StepGradients", "StepOptions", "model_stream"]
+__all__ = ["PLAIN_STEP", "Loss", "StepGradients", "StepOptions", "gradient_marks", "model_stream"]
 
 Loss = Callable[[Any, Any], Any]
+_Mark: TypeAlias = tuple[int, int] | None
 
 
 class StepOptions(NamedTuple):
@@ -51,6 +52,12 @@ def model_stream(batch: Batch, call: int, virtual_rank: int, part: int) -> tuple
     """Return the stream of random numbers of a micro-batch, and the place in it."""
     place = (batch.epoch, batch.step, call, virtual_rank)
     return ("model", *place, part) if part else ("model", *place)
+
+
+def gradient_marks(trained: Trained) -> list[_Mark]:
+    """Return what tells whether gradients have been changed, of two parameters: what changes some changes all."""
+    found = (p.grad for p in trained.parameters[:: max(1, len(trained.parameters) - 1)])
+    return [None if gradient is None else (id(gradient), gradient._version) for gradient in found]
 
 
 class StepGradients(ABC):
@@ -145,6 +152,19 @@ class StepGradients(ABC):
                     "be added. Leave backward() out of the loss function and return the loss; if it needs a gradient "
                     "itself, such as for a penalty, torch.autograd.grad(..., create_graph=True) computes one."
                 )
+
+    def _refuse_changed_gradients(self, trained: Trained, before: Sequence[_Mark]) -> None:
+        """Refuse a loss function that has changed gradients, which are those of a share's earlier micro-batches.
+
+        Raises:
+            LossError: They are not what `gradient_marks` has found before.
+        """
+        if gradient_marks(trained) != before:
+            raise LossError(
+                "the loss function has changed gradients, which hold what the share's earlier micro-batches have led "
+                "to. Leave zero_grad(), backward() and clipping out of it: the Trainer does all of that, and "
+                "Trainer(clip_grad_norm=...) clips."
+            )
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()

@@ -24,7 +24,7 @@ from unisono.trainer.global_loss import (
 )
 from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
-from unisono.trainer.step_gradients import Loss, StepGradients, StepOptions, model_stream
+from unisono.trainer.step_gradients import Loss, StepGradients, StepOptions, gradient_marks, model_stream
 
 __all__ = ["VirtualRankGradients"]
 
@@ -97,13 +97,16 @@ class VirtualRankGradients(StepGradients):
             if carried is not None:
                 carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
             note("forward", share.virtual_rank, micro_batch.indices)
+            before = gradient_marks(self._trained) if part else None
             if self._autocast is None and samples > 1:
                 result = loss_fn(self._models, items)
             else:
                 with self._forward_context(samples):
                     result = loss_fn(self._models, items)
             refuse_collectives_since(counted)
-            if share_loss is None and share is batch.shares[0]:
+            if before is not None:
+                self._refuse_changed_gradients(self._trained, before)
+            elif share is batch.shares[0]:
                 self._refuse_own_backward(self._trained)
             if carried is not None:
                 carried.end()
