@@ -6,6 +6,7 @@ All scenarios of `programs/faults.py` run once, in one process that forks the ra
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ def check_both_sides(of_rank: list[Any], *words: str) -> None:
 def test_other_sizes_are_named_on_both_sides(said):
     check_both_sides(said["other_size"], "all_reduce(SUM) of 4 float32", "all_reduce(SUM) of 5 float32", "rank 0")
     own, other = (f"all_reduce(SUM) of {numel} float32 (call 1 of the group) on" for numel in (4, 5))
-    assert f"ranks call different things: {own} rank 0, {other} rank 1." in said["other_size"][0][0]
-    assert f"{own} rank 0, {other} rank 2." in said["other_size"][2][0]
+    seen = rf"ranks call different things: {re.escape(own)} rank 0, {re.escape(other)} rank [12]\."
+    for rank in (0, 2):  # the first that has seen a difference says it to all
+        assert re.search(seen, said["other_size"][rank][0])
 
 
 def test_other_types_are_named_on_both_sides(said):

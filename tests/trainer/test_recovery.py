@@ -125,6 +125,17 @@ def test_deaths_while_ranks_read_and_evaluate_change_no_bit(train):
     assert "rank 1 was killed by SIGKILL in backward of step 3; replaced" in " ".join(found.replaced)
 
 
+@pytest.mark.parametrize(("kind", "steps"), [(None, 1), (None, 3), ("gan", 0), ("gan", 1)])
+def test_a_rank_that_misses_a_step_goes_on_as_the_others_do(train, kind, steps):
+    """One that lacks the last message of the dead rank, when the other one is in the next step already.
+
+    The loop draws random numbers after each step.
+    """
+    where = (1, "before send", [steps, 0, 192])  # with the buffers, its last message to rank 0
+    found = train(3, (*where, "late 0.3"), (*where, KILL), engine="collective", kind=kind, epochs=1)
+    assert (len(found.replaced), found.new) == (1, {1})
+
+
 def test_deaths_while_rank_0_runs_a_block_first_change_no_bit(train):
     """Of one that waits, of the rank that the others wait for, and of two in the block after rank 0.
 

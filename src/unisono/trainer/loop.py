@@ -375,6 +375,10 @@ class Loop:
         if counts:
             self._count_step(batch)
             self._count_loss(batch, result)
+        else:
+            self._calls += 1
+            self._saves.note_step()
+            self.optimizers.forget()
         self._run.set_generators("loop", batch.epoch, batch.step, self._calls)
 
     def _count_step(self, batch: Batch) -> None:
@@ -449,16 +453,17 @@ class Loop:
         """The number of steps done with it."""
         return self._calls
 
-    def go_on(self, *, cursor: Cursor | None, calls: int) -> None:
+    def go_on(self, *, cursor: Cursor | None, calls: int | None) -> None:
         """Go on after a recovery.
 
         Args:
             cursor: The cursor of the rank whose state this rank has got; None if it has kept its own.
-            calls: The number of steps done with the batch in the loop.
+            calls: The number of steps done with the batch in the loop; None if this rank has counted them.
         """
         if cursor is not None:
             for each in fields(cursor):
                 setattr(self._cursor, each.name, getattr(cursor, each.name))
+        if calls is not None:
             self._calls = calls
         if self._cursor.place == self.asked[0].place and not self._calls:
             self._saves.note_state()  # the state is the one from when the loop asked

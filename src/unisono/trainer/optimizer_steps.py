@@ -73,6 +73,10 @@ class OptimizerSteps:
                 self._message = _STEPPED
             self._left = None
 
+    def forget(self) -> None:
+        """Compare schedules no more: another rank has stepped them."""
+        self._left = None
+
     def warning(self) -> str | None:
         """Return a warning, once, if there is one."""
         message, self._message = self._message, None

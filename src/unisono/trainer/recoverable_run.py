@@ -138,7 +138,8 @@ class RecoverableRun:
             facts = document["state"]["facts"]
             cursor = Cursor(**facts["cursor"])
             self._loop.history.become(EvaluationHistory.restored(facts["evaluations"]))
-        self._loop.go_on(cursor=cursor, calls=document["calls"])
+        # A rank that was there before may have missed a step, after which the source has come to the next batch.
+        self._loop.go_on(cursor=cursor, calls=document["calls"] if wanted and not keeps_objects else None)
 
     def has_joined(
         self, membership: Membership, before: int, seconds: float, position: Position, *, took: bool

@@ -30,6 +30,7 @@ from unisono.engine.tree_all_reduce import TreeAllReduce
 from unisono.job import group_watch
 from unisono.launch.control import ask, running_jobs
 from unisono.launch.recovery_page import RankLink
+from unisono.shm.process_group import ProcessGroupShm
 from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.digest import digest
 from unisono.trainer import recovery
@@ -347,6 +348,7 @@ for stage in ("repair", "connect", "send_state", "has_joined"):
 surround(recovery, "rejoin")
 for stage in ("launch", "advance", "finish"):
     surround(TreeAllReduce, stage)
+surround(ProcessGroupShm, "send", number=lambda _, sent, to, __: [trainer.steps_done, to, sent[0].numel()])
 surround(BufferTransaction, "_agree")
 surround(Loop, "_tell_epoch")
 surround(SavePoints, "release")
