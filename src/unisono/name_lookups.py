@@ -10,11 +10,10 @@ Start reading at `answered_here`.
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 __all__ = ["answered_here"]
 
@@ -94,11 +93,11 @@ def _resolver() -> _State | None:
 
 
 def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError):
+            socket.inet_pton(family, host)
+            return True
+    return False
 
 
 def _answer(server: socket.socket) -> None:

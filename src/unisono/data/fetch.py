@@ -203,11 +203,8 @@ def _collate(samples: list[Any]) -> Any:
         return default_collate(samples)
     except (TypeError, RuntimeError) as error:
         if "default_collate" in str(error) or "stack expects each tensor" in str(error):
-            kind, advice = (
-                type(error),
-                "pass batches(..., collate_fn=function), which makes a batch of a list of samples.",
-            )
-            raise kind(f"{error}: {advice}") from None
+            advice = "pass batches(..., collate_fn=function), which makes a batch of a list of samples."
+            raise type(error)(f"{error}: {advice}") from None
         raise
 
 
