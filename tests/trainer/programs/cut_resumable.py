@@ -8,6 +8,7 @@ by_time saves by time alone; best keeps the best checkpoint.
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -65,6 +66,7 @@ for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in
         trainer.step(loss, batch)
         if trainer.steps_done == int(options.get("term", -1)) and trainer.is_main:
             os.kill(launcher(), signal.SIGTERM)
+            time.sleep(0.5)  # until it comes to the ranks: four steps are all that is left
         if trainer.steps_done == int(options.get("reset", -1)):
             for block in model:
                 block.norm.reset_running_stats()

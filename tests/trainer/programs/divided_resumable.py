@@ -9,6 +9,7 @@ weights after step 3, and load them after step 6.
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -83,6 +84,7 @@ for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in
             trainer.load(Path(folder) / "weights.safetensors")
         if trainer.steps_done == int(options.get("term", -1)) and trainer.is_main:
             os.kill(launcher(), signal.SIGTERM)
+            time.sleep(0.5)  # until it comes to the ranks: four steps are all that is left
         if trainer.steps_done == int(options.get("die", -1)) and trainer.rank == 1:
             once = Path(folder) / "died"
             if not once.exists():
