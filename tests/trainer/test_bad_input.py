@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import OrderedDict
-from functools import partial
 
 import pytest
 import torch
@@ -72,19 +71,9 @@ def test_a_dataset_without_length_and_an_empty_stream():
         first_batch(make_trainer(), Nothing(), shuffle=True)
 
 
-def with_backward(model, batch, *, keeps_graph=False, clears=False):
-    losses = per_sample(model, batch)
-    losses.mean().backward(retain_graph=keeps_graph or clears)
-    if clears:
-        model.zero_grad()
-    return losses
-
-
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (with_backward, ["the loss function has called backward", "'0.weight' has a gradient", "return the loss"]),
-        (partial(with_backward, keeps_graph=True), ["the loss function has called backward"]),
         (lambda m, b: per_sample(m, b).detach(), ["no gradient", "detached"]),
         (lambda m, b: m(b[0]), [r"shape [2, 3]", "micro-batch of 2 samples", "shape [2]", "reduction='none'"]),
         (lambda m, b: per_sample(m, b).sum().item(), ["float", "one loss per sample (shape [2] here)"]),
@@ -118,57 +107,6 @@ def test_a_loss_that_cannot_be_trained_on_changes_nothing(loss, words):
     assert_says(caught, *words)
     assert trainer.digest() == before
     assert trainer.step(per_sample, batch) > 0  # and one can go on
-
-
-def test_backward_over_a_whole_batch_is_refused_too():
-    trainer = make_trainer()
-    batch = first_batch(trainer)
-    for step in (
-        lambda: trainer.step(partial(with_backward, keeps_graph=True), batch, encode=lambda m, b: b),
-        lambda: trainer.step(lambda m, z: z, batch, encode=partial(with_backward, keeps_graph=True)),
-    ):
-        with pytest.raises(LossError, match="the loss function has called backward"):
-            step()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda model: model.zero_grad(),
-        lambda model: model.zero_grad(set_to_none=False),
-        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
-        lambda model: model(torch.randn(2, 4)).sum().backward(),
-    ],
-    ids=["none", "zero", "clip", "backward"],
-)
-def test_gradients_of_earlier_micro_batches_are_not_for_the_loss_function(change):
-    def loss(model, batch):
-        if model[0].weight.grad is not None:
-            change(model)
-        return per_sample(model, batch)
-
-    trainer = make_trainer(virtual_ranks=2)
-    before = trainer.digest()
-    with pytest.raises(LossError, match="has changed gradients, which hold what the share's earlier micro-batches"):
-        trainer.step(loss, first_batch(trainer, micro_batch_size=2))
-    assert trainer.digest() == before
-
-
-def test_a_loss_function_may_compute_gradients_that_it_does_not_leave():
-    """Such as those of the input, for a penalty or an attack."""
-    trainer, plain = make_trainer(), make_trainer()
-    for each, loss in ((trainer, partial(with_backward, clears=True)), (plain, per_sample)):
-        for batch in each.batches(make_data(), batch_size=8):
-            each.step(loss, batch)
-
-    def penalized(model, batch):
-        inputs = batch[0].requires_grad_()
-        losses = per_sample(model, (inputs, batch[1]))
-        (found,) = torch.autograd.grad(losses.sum(), inputs, create_graph=True)
-        return losses + found.square().sum(1)
-
-    assert trainer.digest() == plain.digest()
-    assert trainer.step(penalized, first_batch(trainer)) > 0
 
 
 @pytest.mark.parametrize("sample", [lambda i: object(), lambda i: torch.zeros(i % 3)], ids=["object", "ragged"])
@@ -478,16 +416,6 @@ def test_ranks_that_differ_are_told_so_on_all_ranks(fork_ranks, change, words):
     for word in words:
         assert word in job.said
     assert "RankMismatchError" in job.said
-
-
-def test_backward_in_the_loss_function_is_refused_on_all_ranks(fork_ranks):
-    """Of one rank: its gradient would count twice, and nobody else's."""
-    own = (
-        "def loss(m, b, f=loss):\n    x = f(m, b)\n    if RANK == 1: x.sum().backward(retain_graph=True)\n    return x"
-    )
-    job = fork_ranks(2, PREAMBLE + own + RUN, code=1)
-    assert "LossError: the loss function has called backward: '0.weight' has a gradient" in job.said
-    assert job.out.count("unchanged True") == 2
 
 
 def test_nan_on_one_rank_is_named_on_all_ranks(fork_ranks):
