@@ -219,6 +219,37 @@ def test_what_does_no_harm_between_two_steps_is_not_warned_of(capfd, act):
     assert warned(capfd, act) == ""
 
 
+def step_in_turns(capfd, act, *turns):
+    """Step two optimizers in turns, with what a loop does between them; return what is said."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    optimizers = {
+        "early": torch.optim.SGD(model[0].parameters(), lr=0.1),
+        "late": torch.optim.AdamW(model[2].parameters()),
+    }
+    trainer = unisono.Trainer(model, optimizers, virtual_ranks=2, progress=False)
+    for batch in trainer.batches(DATA, batch_size=6):
+        for name in turns:
+            trainer.step(loss, batch, optimizer=name)
+            act(trainer, name)
+    return capfd.readouterr().err
+
+
+@pytest.mark.parametrize("turns", [("early", "late"), (None, "late"), ("late", None, "early", "early"), (None,)])
+def test_steps_of_other_optimizers_are_not_the_loops_doing(capfd, turns):
+    assert step_in_turns(capfd, lambda *_: None, *turns) == ""
+
+
+@pytest.mark.parametrize("turns", [("early", "late"), (None, "late"), ("late", "late", "late", "early")])
+def test_gradients_that_the_loop_changes_between_steps_of_several_optimizers_are_warned_of(capfd, turns):
+    def clip(trainer, name):
+        if name == turns[-1]:
+            nn.utils.clip_grad_norm_(trainer.model.parameters(), 1e-3)
+
+    (line,) = step_in_turns(capfd, clip, *turns).splitlines()
+    assert "the loop has changed the gradient of" in line
+
+
 def test_sparse_gradients_that_the_loop_sets_to_zero_are_not_warned_of(capfd):
     model = nn.EmbeddingBag(24, 3, sparse=True)
     trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=1.0), virtual_ranks=2, progress=False)

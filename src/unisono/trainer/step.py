@@ -45,7 +45,7 @@ from unisono.metrics.average import Average
 from unisono.trainer.attribute_writes import AttributeWrites
 from unisono.trainer.changed_gradients import check_gradients
 from unisono.trainer.closure import check_closure, needs_closure, step_with_closure
-from unisono.trainer.loop_actions import LoopActions
+from unisono.trainer.loop_actions import LeftGradients, LoopActions
 from unisono.trainer.loss_check import check_totals
 from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter
@@ -84,6 +84,7 @@ class StepRunner:
         gradients: StepGradients,
         fingerprint: StepFingerprint,
         attributes: AttributeWrites,
+        left: LeftGradients,
         autocast: Literal["bf16", "fp16"] | None,
         clip_grad_norm: float | None,
     ) -> None:
@@ -91,7 +92,7 @@ class StepRunner:
         self._shares = gradients
         self._optimizer, self._buffers = optimizer, buffers
         self._needs_closure = needs_closure(optimizer)
-        self._actions = LoopActions(parts_of(optimizer))
+        self._actions = LoopActions(parts_of(optimizer), left)
         self._fingerprint, self._attributes = fingerprint, attributes
         self._trained = Trained((), ())
         self._tables: list[Tensor] = []
@@ -190,7 +191,7 @@ class StepRunner:
             scale = scaler.get_scale()
             scaler.update()
             skipped = scaler.get_scale() < scale
-        self._actions.end(self._trained)
+        self._actions.end()
         self.weight = found.weight
         return StepResult(
             found.loss, learning_rates=rates, grad_norm=found.grad_norm, skipped=skipped, values=found.values

@@ -19,6 +19,7 @@ from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.trainer.attribute_writes import AttributeWrites
 from unisono.trainer.carried import CarriedStates
+from unisono.trainer.loop_actions import LeftGradients
 from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
@@ -126,7 +127,7 @@ def make_runners(
         cut: The model, if it is cut or divided.
     """
 
-    attributes = AttributeWrites(modules)
+    attributes, left = AttributeWrites(modules), LeftGradients(optimizers.values())
 
     def make_runner(of_step: Mapping[str, Optimizer]) -> StepRunner:
         single = next(iter(of_step.values()))
@@ -161,6 +162,7 @@ def make_runners(
             gradients=gradients,
             fingerprint=StepFingerprint(of_step, modules),
             attributes=attributes,
+            left=left,
             autocast=settings.autocast,
             clip_grad_norm=settings.clip_grad_norm,
         )
