@@ -29,7 +29,8 @@ ray: $(VENV)/.stamp-dev
 
 # Tests that need an NVIDIA GPU and a torch for CUDA: GPU_PYTHON is a Python that has it, with what pytest needs.
 gpu:
-	FRESH_LAUNCHES=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -rs tests/gpu tests/trainer/test_recovery.py -k gpu
+	FRESH_LAUNCHES=1 PYTHONPATH=src $(GPU_PYTHON) -m pytest -rs tests/gpu tests/trainer/test_recovery.py tests/trainer/test_ranks_differ.py \
+		-k "gpu or ranks_differ and not shared"
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -185,12 +185,20 @@ def rank_host(start_host: Callable[..., Host]) -> Iterator[RankHost]:
 def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
     """Run a script on N ranks as `run_ranks` does, but without a launcher, and without importing torch anew.
 
-    With watched=False ranks are not ended soon after one has failed.
+    With watched=False ranks are not ended soon after one has failed. {rank} in `variables` stands for the rank.
     """
 
-    def run(n: int, script: str | Path, *args: object, code: int | None = 0, watched: bool = True) -> Job:
+    def run(
+        n: int,
+        script: str | Path,
+        *args: object,
+        code: int | None = 0,
+        watched: bool = True,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> Job:
         folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=tmp_path))
         environment = {
+            **variables,
             "RANK": "{rank}",
             "LOCAL_RANK": "{rank}",
             "WORLD_SIZE": str(n),

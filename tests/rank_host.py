@@ -82,7 +82,8 @@ def _import_for(script: Path) -> None:
         for name in missing:
             with suppress(ImportError):  # the ranks say so
                 importlib.import_module(name)
-        assert len([*Path("/proc/self/task").iterdir()]) == 1, f"{missing} start threads, which forked ranks lack"
+        threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        assert len(threads) == 1, f"{missing} start threads, which forked ranks lack: {threads}"
         gc.enable()
         gc.collect()
         gc.freeze()

@@ -176,6 +176,49 @@ def test_what_a_dataset_raises_itself_is_raised():
     traceback.clear_frames(caught.tb)
 
 
+GARBAGE = """
+import gc, os, sys, torch, unisono
+from pathlib import Path
+
+class Owner:
+    def __init__(self):
+        self.itself = self  # freed by the collector only
+
+    def __del__(self):
+        with Path(sys.argv[1]).open("a") as file:
+            print(os.getpid(), file=file)
+
+class Data:
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        assert gc.isenabled() == (sys.argv[2] == "collects")
+        gc.collect()
+        return torch.ones(2)
+
+model = torch.nn.Linear(2, 1)
+trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=2, progress=False)
+if sys.argv[2] != "collects":
+    gc.disable()
+    for _ in range(3):
+        Owner()
+for batch in trainer.batches(Data(), batch_size=4, workers=2):
+    trainer.step(lambda model, batch: model(batch).flatten(), batch)
+assert gc.isenabled() == (sys.argv[2] == "collects")
+gc.collect()
+print(os.getpid())
+"""
+
+
+def test_workers_leave_the_garbage_of_the_training_process_to_it(fork_python, tmp_path):
+    script, told = tmp_path / "script.py", tmp_path / "told"
+    script.write_text(GARBAGE)
+    (pid,) = fork_python(script, told, "does not collect")
+    assert told.read_text().split() == [pid] * 3
+    fork_python(script, told, "collects")
+
+
 def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(fork_python, tmp_path):
     """By default it would find their queues first, and each worker would end 5 s later: here, after 10 minutes."""
     script = tmp_path / "script.py"

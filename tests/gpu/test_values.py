@@ -43,6 +43,13 @@ def test_ranks_that_wait_over_nccl_are_reported_with_the_lines_of_the_program(ru
     assert "time.sleep(5)" in said
 
 
+def test_a_rank_in_place_of_another_that_is_late_is_reported(run_ranks, tmp_path):
+    job = run_ranks(2, PROGRAMS / "late_newcomer.py", tmp_path, flags=["--hang-report", "2"])
+    assert [job.lines(rank) for rank in range(2)] == [["steps 4, new False"], ["steps 4, new True"]]
+    assert re.search(r"rank 0 has waited [\d.]+ s in Trainer\.step for rank 1", job.said)
+    assert "time.sleep(5)" in job.said
+
+
 def test_ranks_that_share_a_gpu_take_gloo_and_say_so(run_ranks):
     job = run_ranks(2, "import unisono\nprint(unisono.init().backend, unisono.init().device)\n")
     assert job.lines(1) == ["gloo cuda:0"]

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from unisono.mismatch import tell_differences
 
@@ -117,6 +118,8 @@ def test_what_the_loop_does_is_compared_in_every_step(fork_ranks, tmp_path, engi
     if engine == "collective":  # each rank has weights of its own
         del expected["load_state_dict"]
         expected |= WRITTEN_WEIGHTS
+        if torch.cuda.is_available():  # what GPUs hold is not looked at
+            del expected["a weight by its data"]
     for rank in range(ranks):
         told = told_by(job.lines(rank))
         assert told.keys() == expected.keys()

@@ -6,6 +6,7 @@ kernel counted one. Start reading at `LoaderWorkers.__iter__`.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -82,7 +83,7 @@ class LoaderWorkers:
             sampler=None if tasks is None else self._tasks,
             num_workers=number,
             collate_fn=_as_it_is,
-            worker_init_fn=partial(_note_start, self._reading),
+            worker_init_fn=partial(_start_worker, self._reading, gc.isenabled()),
             pin_memory=pin_memory,
             persistent_workers=tasks is not None,
             # Otherwise the loader would draw a seed from the generator of the training loop.
@@ -221,7 +222,13 @@ class _Loader(DataLoader[Any]):
 class _LoaderIterator(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: _Loader) -> None:
         self._receive = loader.receive
-        super().__init__(loader)
+        collects = gc.isenabled()
+        gc.disable()  # in the workers, until they have started
+        try:
+            super().__init__(loader)
+        finally:
+            if collects:
+                gc.enable()
 
     def _get_data(self) -> Any:
         receive = self._receive()
@@ -309,7 +316,20 @@ class _TaskNotes(Dataset[Any]):
         return packed
 
 
-def _note_start(reading: Tensor, worker: int) -> None:
+def _start_worker(reading: Tensor, collects: bool, worker: int) -> None:
+    """Note the start of a worker, which runs without a garbage collector until then.
+
+    The garbage that it inherits is that of the training process. To free it here would run finalizers in another
+    process, and free memory of a GPU that this one must not use, which ends it.
+
+    Args:
+        reading: What each worker reads.
+        collects: True if garbage is collected from now on.
+        worker: The number of this worker.
+    """
+    gc.freeze()
+    if collects:
+        gc.enable()
     reading[worker] = _IDLE
 
 

@@ -49,6 +49,7 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models, check_placed
 from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
+from unisono.trainer.optimizer_placement import follow_parameters
 from unisono.trainer.part_restoration import restore_parts
 from unisono.trainer.recoverable_state import RecoverableState, WholeState
 from unisono.trainer.recovery import Recovery
@@ -168,6 +169,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     compile_each_size()
     for module in modules.values():
         module.to(chosen)
+    follow_parameters(optimizers.values())
     world = World.connect(chosen)
     # Before any other collective: it might never end if ranks differ.
     check_equal_documents(

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine.model_contents import named_parameters, parameter_names
-from unisono.engine.norm import dense_strides
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode
 from unisono.state.digest import same_memory
 from unisono.trainer.hyperparameters import given_by, overruled, settings_of
 from unisono.trainer.modules import name_of_parameter
+from unisono.trainer.optimizer_placement import placed
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
 from unisono.trainer.table_optimizers import match_lengths
 
@@ -195,22 +195,8 @@ def put_optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer, 
         p = parameters[name]
         group = options.get(id(p), {})
         optimizer.state[p] = {
-            key: _placed(key, value, p, group) if isinstance(value, Tensor) else value for key, value in values.items()
+            key: placed(key, value, p, group) if isinstance(value, Tensor) else value for key, value in values.items()
         }
-
-
-def _placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return a tensor of an optimizer's state in the layout and on the device that the optimizer would choose."""
-    if value.dim() and value.shape == parameter.shape:
-        # torch's fused kernels read parameter, gradient and state in the order of memory.
-        strides = dense_strides(parameter)
-        if value.stride() == strides and value.device == parameter.device:
-            return value
-        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=parameter.device).copy_(value)
-    # As in Optimizer.load_state_dict: `step` stays on the CPU unless a kernel reads it.
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return value
-    return value.to(parameter.device)
 
 
 def _compare(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: str, what: str) -> None:

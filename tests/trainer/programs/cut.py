@@ -120,10 +120,11 @@ def train(name):
             found.append(trainer.evaluate(loss, data, batch_size=10, ema=averaged, **size))
     if micro_batch_size and name != "language_model":
         outputs = trainer.predict(lambda model, batch: model(batch[0]), data, batch_size=10, to="all", **size)
-        found.append(hashlib.sha256(outputs.contiguous().numpy().tobytes()).hexdigest())
+        found.append(hashlib.sha256(outputs.cpu().contiguous().numpy().tobytes()).hexdigest())
     found.append(trainer.digest())
     found += [
-        (n, hashlib.sha256(p.detach().contiguous().numpy().tobytes()).hexdigest()) for n, p in model.named_buffers()
+        (n, hashlib.sha256(p.detach().cpu().contiguous().numpy().tobytes()).hexdigest())
+        for n, p in model.named_buffers()
     ]
     print(f"{name}: {hashlib.sha256(repr(found).encode()).hexdigest()}")
 

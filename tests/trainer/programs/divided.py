@@ -185,10 +185,11 @@ def train(name):
             found.append(trainer.evaluate(loss, data, batch_size=9, ema=epoch > 0))
         if not epoch:
             outputs = trainer.predict(lambda model, batch: model(batch[0]), data, batch_size=9, to="all")
-            found.append(hashlib.sha256(outputs.contiguous().numpy().tobytes()).hexdigest())
+            found.append(hashlib.sha256(outputs.cpu().contiguous().numpy().tobytes()).hexdigest())
     found.append(trainer.digest())
     found += [
-        (n, hashlib.sha256(p.detach().contiguous().numpy().tobytes()).hexdigest()) for n, p in model.named_buffers()
+        (n, hashlib.sha256(p.detach().cpu().contiguous().numpy().tobytes()).hexdigest())
+        for n, p in model.named_buffers()
     ]
     print(f"{name}: {hashlib.sha256(repr(found).encode()).hexdigest()}")
 

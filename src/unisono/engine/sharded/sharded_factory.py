@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.consistency import ConsistencyCheck
+from unisono.engine.host_tree_all_reduce import group_all_reduce
 from unisono.engine.sharded.division import DividedWeights, Division
 from unisono.engine.sharded.sharded_engine import ShardedEngine
-from unisono.engine.tree_all_reduce import MakeAllReduce, TreeAllReduce
+from unisono.engine.tree_all_reduce import MakeAllReduce
 from unisono.engine.weight_writes import WeightWrites
 
 __all__ = ["ShardedEngineFactory"]
@@ -55,7 +56,7 @@ class ShardedEngineFactory:
     @property
     def all_reduce(self) -> MakeAllReduce:
         """Makes the all-reduce of a small vector."""
-        return partial(TreeAllReduce, self._world)
+        return partial(group_all_reduce, self._world, None)
 
     def engine(self, optimizer: Optimizer) -> ShardedEngine:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""

@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 from unisono.engine.base import Engine
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, NoConsistencyCheck
+from unisono.engine.host_tree_all_reduce import group_all_reduce
 from unisono.engine.local import LocalEngine
 from unisono.engine.staged.divided_engine import DividedStagedEngine
 from unisono.engine.staged.stage_divisions import StageDivisions
 from unisono.engine.staged.stage_map import StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 from unisono.engine.staged.staged_engine import StagedEngine
-from unisono.engine.tree_all_reduce import MakeAllReduce, TreeAllReduce
+from unisono.engine.tree_all_reduce import MakeAllReduce
 from unisono.engine.weight_writes import PrivateWeights, WeightWrites
 
 __all__ = ["StagedEngineFactory"]
@@ -82,7 +83,7 @@ class StagedEngineFactory:
 
     def all_reduce_of(self, stage: int) -> MakeAllReduce:
         """Return what makes the all-reduce of a small vector over the ranks that compute a stage."""
-        return partial(TreeAllReduce, self._ranks.columns[stage])
+        return partial(group_all_reduce, self._ranks.columns[stage], None)
 
     def _make(self, optimizer: Optimizer, stage: int) -> Engine:
         column = self._ranks.columns[stage]
