@@ -161,7 +161,7 @@ def test_a_host_that_writes_late_into_a_place_that_was_given_up_writes_into_anot
             assert go_on.wait(WAIT_S)
             every[1].term._fill(place, {"do": "late"}, store)
 
-        every[1].term._requests.put(write)
+        every[1].term._request(write)
         assert hold.wait(WAIT_S)
         every[0].term.say({"do": "meanwhile"})
         assert every[0].hear(1) == every[1].hear(1) == [(0, "meanwhile")]
@@ -174,7 +174,7 @@ class SlowWay:
     """A port that passes on what comes to a store a while later, and its answers at once."""
 
     def __init__(self, port: int, delay_s: float) -> None:
-        self._store, self._delay_s = port, delay_s
+        self._store, self.delay_s = port, delay_s
         self._listener = socket.create_server((LOOPBACK, 0))
         self.port = self._listener.getsockname()[1]
         self._is_cut = False
@@ -202,7 +202,7 @@ class SlowWay:
                     if not (data := source.recv(1 << 16)):
                         return
                     if source is connection:
-                        time.sleep(self._delay_s)
+                        time.sleep(self.delay_s)
                         if self._is_cut:
                             return
                     (store if source is connection else connection).sendall(data)
@@ -218,6 +218,34 @@ def test_what_a_host_says_last_has_arrived_when_it_has_left():
         assert every[0].hear(1) == [(1, "report")]
         has_left = dist.PrefixStore("term/0", stores[0]).check(["done/1"])
         assert has_left
+
+
+def test_what_one_host_tells_the_leader_comes_in_order():
+    """Some of it is sent by the thread that says it, and some by the one that waits for answers."""
+    with members(2) as (_, every):
+        for number in range(300):
+            every[1].term.say_to_leader({"do": str(number)})
+            if number % 7 == 0:
+                every[1].term.show(number)
+            if number % 50 == 0:
+                time.sleep(0.01)
+        assert every[0].hear(300) == [(1, str(number)) for number in range(300)]
+
+
+def test_nobody_who_speaks_waits_for_a_leader_that_is_silent():
+    with members(2) as (stores, every):
+        way = SlowWay(stores[0].port, 0.0)
+        other = Member(1, 2, way.port, timeout_s=1.0)
+        other.term.say({"do": "begun"})
+        assert other.hear(1) == every[0].hear(1)
+        way.delay_s = 3.0  # signs of life are not answered
+        time.sleep(1.5)
+        began_s = time.monotonic()
+        other.term.say_to_leader({"do": "answer"})
+        other.term.check()
+        assert time.monotonic() - began_s < 1.0
+        assert "has not answered for 1 s" in other.broken.get(timeout=WAIT_S)
+        way.cut()
 
 
 def test_the_end_of_the_store_is_noticed_once():

@@ -12,11 +12,13 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
+
+from torch.distributed import QueueEmptyError
 
 __all__ = ["STORE_ERRORS", "Term"]
 
@@ -30,6 +32,7 @@ _PAUSE_S = 2.0
 _FOREVER = timedelta(days=365)
 _WRITING_S = 1.0
 """How long a host may take to write an entry into its place, which it gets before."""
+_CLOSED = "has closed its connection: its launcher has ended, or was killed"
 _LOG, _MAIL, _NOTHING = "log", "mail", "{}"
 
 
@@ -72,6 +75,9 @@ class Term:
         self._heard = 0  # the place of the last entry that this host has read
         self._due: tuple[int, float] | None = None  # on the leader: that place if it has no entry, and since when
         self._noticed_s: float | None = None  # when a host was silent for too long
+        self._order = threading.Lock()  # in which requests are made
+        self._waiting = 0  # what the thread that writes has to do, and has not done
+        self._store: Any = None  # its connection
         self._requests: queue.SimpleQueue[Callable[[Any], None] | None] = queue.SimpleQueue()  # to do with the store
         self._round_s = time.monotonic()
         self._over = threading.Event()
@@ -87,7 +93,7 @@ class Term:
 
     def say(self, entry: Mapping[str, Any]) -> None:
         """Append an entry to the log. Does not wait."""
-        self._requests.put(partial(self._append, entry))
+        self._request(partial(self._append, entry))
 
     def say_to_leader(self, entry: Mapping[str, Any]) -> None:
         """Send an entry to the leader, which reads it after all entries that this host has read. Does not wait.
@@ -95,11 +101,11 @@ class Term:
         It is lost with the leader.
         """
         text = json.dumps([self._heard, {**entry, "from": self._host}])
-        self._requests.put(lambda store: store.queue_push(_MAIL, text))  # one message, which needs no answer
+        self._request(lambda store: store.queue_push(_MAIL, text), at_once=True)  # one message, which needs no answer
 
     def show(self, what: Any) -> None:
         """Let other hosts see something, in place of what this one has shown in this term. Does not wait."""
-        self._requests.put(lambda store: store.set(f"shown/{self._host}", json.dumps(what)))
+        self._request(lambda store: store.set(f"shown/{self._host}", json.dumps(what)))
 
     def look(self, seen: Callable[[dict[int, Any]], None]) -> None:
         """Call a function with what the hosts show, by host. Does not wait."""
@@ -108,7 +114,7 @@ class Term:
             keys = {host: f"shown/{host}" for host in sorted(self._members)}
             seen({host: json.loads(store.get(key)) for host, key in keys.items() if store.check([key])})
 
-        self._requests.put(look)
+        self._request(look)
 
     def watch(self, members: Collection[int]) -> None:
         """Watch these hosts from now on."""
@@ -142,13 +148,37 @@ class Term:
                     time.sleep(_POLL_S / 3)
         self._over.set()
 
+    def _request(self, request: Callable[[Any], None], *, at_once: bool = False) -> None:
+        """Do something with the store, after all that was requested before.
+
+        Args:
+            request: Called with the store.
+            at_once: True for what waits for no answer: this thread does it, unless something else comes first.
+        """
+        is_lost = False
+        with self._order:
+            if not at_once or self._store is None or self._waiting:
+                self._waiting += 1
+                self._requests.put(request)
+                return
+            try:
+                request(self._store)
+            except STORE_ERRORS:
+                is_lost = True
+        if is_lost:
+            self._break(_CLOSED)
+
+    def _count(self, more: int) -> None:
+        with self._order:
+            self._waiting += more
+
     def _run(self, body: Callable[[], None]) -> None:
         try:
             body()
         except STORE_ERRORS:
             if self._has_failed:
                 raise
-            self._break("has closed its connection: its launcher has ended, or was killed")
+            self._break(_CLOSED)
 
     def _break(self, reason: str) -> None:
         with self._once:
@@ -171,12 +201,20 @@ class Term:
     def _read_mail(self) -> None:
         store = self._connect()
         store.set_timeout(_FOREVER)
-        while not self._over.is_set():
-            place, entry = json.loads(store.queue_pop(_MAIL))  # waits for one
+        for text in self._mail(store):
+            place, entry = json.loads(text)
             with self._is_told:  # it may answer an entry that this host has written, and not read yet
                 while self._awaited <= place and not self._over.is_set():
                     self._is_told.wait(_POLL_S)
             self._tell(entry)
+
+    def _mail(self, store: Any) -> Iterator[bytes]:
+        """Yield the mail as it comes. To wait for some takes two messages to the store; what is there takes one."""
+        while not self._over.is_set():
+            yield store.queue_pop(_MAIL)  # waits for one
+            with suppress(QueueEmptyError):
+                while not self._over.is_set():
+                    yield store.queue_pop(_MAIL, block=False)
 
     def _tell(self, entry: dict[str, Any]) -> None:
         if not entry or self._over.is_set():
@@ -191,7 +229,7 @@ class Term:
                 self._break("cannot be followed: this host's launcher has failed, as the error above says")
 
     def _write(self) -> None:
-        store = self._connect()
+        self._store = store = self._connect()
         beats: dict[int, bytes] = {}
         changed_s: dict[int, float] = {}
         due_s = time.monotonic()
@@ -203,12 +241,15 @@ class Term:
                     _await_arrival(store)
                     return
                 request(store)
+                self._count(-1)
             if time.monotonic() < due_s:
                 continue
+            self._count(1)  # a leader that is silent does not answer
             store.add(f"beat/{self._host}", 1)  # which is answered, so the store is there
             if self.leader == self._host:
                 self._find_silent(store, beats, changed_s)
                 self._give_up_place(store)
+            self._count(-1)
             self._round_s = time.monotonic()
             due_s = self._round_s + _POLL_S
 
