@@ -176,6 +176,13 @@ def test_what_a_dataset_raises_itself_is_raised():
     traceback.clear_frames(caught.tb)
 
 
+def test_more_workers_than_cores_are_warned_of_once():
+    number = len(os.sched_getaffinity(0)) + 1
+    with pytest.warns(UserWarning, match=f"will create {number} worker processes") as warned:
+        assert len([*loader([*range(40)], 10, workers=number)]) == 4
+    assert len(warned) == 1
+
+
 GARBAGE = """
 import gc, os, sys, torch, unisono
 from pathlib import Path

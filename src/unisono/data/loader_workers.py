@@ -215,7 +215,6 @@ class _Loader(DataLoader[Any]):
         self.receive = receive
 
     def _get_iterator(self) -> _LoaderIterator:
-        self.check_worker_number_rationality()
         return _LoaderIterator(self)
 
 
