@@ -163,6 +163,31 @@ def test_several_optimizers_step_on_one_gradient(pair):
     check_equal(ours, plain)
 
 
+def test_a_parameter_of_several_optimizers_is_stepped_by_one_at_a_time(pair):
+    ours, plain, data = pair
+
+    def optimizers(model):
+        return {
+            "head": torch.optim.SGD([*model.head.parameters(), model.scale], lr=0.1),
+            "rest": torch.optim.SGD([*model.body.parameters(), model.scale], lr=0.3, momentum=0.5),
+        }
+
+    trainer = unisono.Trainer(ours, optimizers(ours), virtual_ranks=4, progress=False)
+    parts = optimizers(plain)
+    batches = trainer.batches(data, batch_size=12, shuffle=False)
+    for batch, (x, y) in zip(batches, whole_batches(data)[:3], strict=True):
+        before = trainer.digest()
+        with pytest.raises(ValueError, match=r"'scale' belongs to several optimizers, .* Step them one after"):
+            trainer.step(cross_entropy, batch)
+        assert trainer.digest() == before
+        for name, each in parts.items():
+            trainer.step(cross_entropy, batch, optimizer=name)
+            plain.zero_grad()
+            F.cross_entropy(plain(x), y).backward()
+            each.step()
+    check_equal(ours, plain)
+
+
 @pytest.mark.parametrize("overflows", ["head", "rest"])
 def test_several_optimizers_skip_a_step_together(overflows):
     """The scaled gradient of one alone overflows: none steps, and all do once the scale fits."""

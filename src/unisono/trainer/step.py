@@ -7,6 +7,7 @@ discarded and buffers restored, and the weights are written last.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import is_
@@ -325,6 +326,12 @@ class StepRunner:
                 raise foreign_parameter(p)
         if not parameters:
             raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
+        if twice := [name for name, count in Counter(names[id(p)] for p in parameters).items() if count > 1]:
+            raise ValueError(
+                f"{twice[0]!r} belongs to several optimizers, and a step of all of them would update it once for "
+                "each, with one gradient. Step them one after the other, by trainer.step(..., optimizer=NAME), or give "
+                "the parameter to one of them."
+            )
         for p in self._trained.parameters:
             p.grad = None  # otherwise the optimizer would find a gradient of those that are frozen from now on
         self._trained, self._seen = Trained((), ()), version  # if the next line refuses, the next step looks again
