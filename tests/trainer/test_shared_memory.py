@@ -119,6 +119,30 @@ dist.barrier()
         assert 'engine="collective"' in text
 
 
+@pytest.mark.parametrize("other", ["model[0].weight.requires_grad_(False)", "name = None", "name = 'late'"])
+def test_so_is_one_before_a_step_that_trains_other_parameters(run_alone, other):
+    said = run_alone(
+        2,
+        f"""
+optimizer = {{name: torch.optim.SGD(model[i].parameters(), lr=0.1) for name, i in (("early", 0), ("late", 2))}}
+trainer, name = make_trainer(), "early"
+for batch in trainer.batches(data, batch_size=12):
+    dist.barrier()
+    if batch.step == 2:
+        model[0].bias.data.mul_(0.9)
+        {other}
+    dist.barrier()
+    try:
+        trainer.step(loss, batch, optimizer=name)
+    except UnisonoError as error:
+        say(batch.step, error)
+        break
+dist.barrier()
+""",
+    )
+    assert all(text.startswith("2 parameter '0.bias' was written to between two steps") for text in said)
+
+
 def test_a_write_between_steps_is_a_ranks_own_affair_with_copies(run_alone):
     said = run_alone(
         2,

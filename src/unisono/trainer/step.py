@@ -316,7 +316,12 @@ class StepRunner:
 
     def _find_trained(self) -> None:
         """List the parameters to train; users may freeze, unfreeze and add parameters between steps."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        members = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = [p for p in members if p.requires_grad]
+        if len(parameters) < len(members):
+            for p in members:
+                if not p.requires_grad:
+                    p.grad = None  # that of a step of any optimizer, which this one would take
         before, version = self._trained.parameters, self._buffers.find()
         if version == self._seen and len(parameters) == len(before) and all(map(is_, parameters, before)):
             return
@@ -332,8 +337,6 @@ class StepRunner:
                 "each, with one gradient. Step them one after the other, by trainer.step(..., optimizer=NAME), or give "
                 "the parameter to one of them."
             )
-        for p in self._trained.parameters:
-            p.grad = None  # otherwise the optimizer would find a gradient of those that are frozen from now on
         self._trained, self._seen = Trained((), ()), version  # if the next line refuses, the next step looks again
         found = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
         for part in parts_of(self._optimizer):

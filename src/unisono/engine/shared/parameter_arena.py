@@ -7,6 +7,7 @@ few of its values, since torch does not count every write. `load_state_dict` is 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -116,14 +117,15 @@ class _Arena:
         self._sample = self._take_sample(self._words)
 
     def changed(self) -> str | None:
-        """Return the name of a parameter that was written to since `remember`, or None."""
-        versions = [p._version for p in self.parameters]
-        if versions != self._versions:
-            return next(name for name, a, b in zip(self.names, versions, self._versions, strict=True) if a != b)
-        sample = self._take_sample(self._words)
-        if sample == self._sample:
+        """Return the name of a parameter that was written to here since `remember`, or None."""
+        versions, sample = [p._version for p in self.parameters], self._take_sample(self._words)
+        if versions == self._versions and sample == self._sample:
             return None
-        return next(name for name, a, b in zip(self._sampled, sample, self._sample, strict=True) if a != b)
+        places = zip(self.names, self.parameters, self.addresses, strict=True)
+        here = {name for name, p, address in places if p.data_ptr() == address}  # others were written elsewhere
+        by_version = zip(self.names, versions, self._versions, strict=True)
+        by_value = zip(self._sampled, sample, self._sample, strict=True)
+        return next((name for name, a, b in itertools.chain(by_version, by_value) if a != b and name in here), None)
 
 
 class SharedParameters:
@@ -175,7 +177,7 @@ class SharedParameters:
         return arena.vectors[i]
 
     def check(self) -> None:
-        """Raise UnisonoError if a parameter was written to since `remember`."""
+        """Raise UnisonoError if a parameter was written to in shared memory since `remember`."""
         for arena in self._arenas:
             name = arena.changed()
             if name is not None:

@@ -116,13 +116,12 @@ class SharedEngine(GradientAccumulation):
         drop(trained.parameters)
         self._arrived = self._released = self._prepared = False
         self._comparison.enter()
+        self._weights.check()
         if self._is_new(trained):
             # Ranks that do not come here are at the barrier of a step or of another call, and compare there instead.
             self._comparison.begin(step, anew=True)
             self._comparison.check("waiting for all ranks to begin the step", step)
             self._build(step, trained)
-        else:
-            self._weights.check()
         if self._tables.exist:  # otherwise nothing can have become wrong since `_build`
             check_optimizers(self._optimizer, self._trained, self._tables.tables)
         layout = self._layouts.of(leaves)
