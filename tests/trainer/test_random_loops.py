@@ -1,0 +1,42 @@
+"""Random loops come to the same bits on any number of ranks, in each engine, however the model is divided.
+
+Random programs (test_random_programs.py) vary the model and the optimizer; these vary what a loop does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "random_loop.py"
+DIVIDED = [(2, "auto"), (2, "block"), (3, "size"), (3, "zero1"), (3, "stages"), (2, "stages")]
+WHOLE = [(2, "auto+"), (3, "auto+"), (3, "collective+")]
+
+
+def check(fork_ranks, fork_python, seeds, ranks, how):
+    alone = fork_python(PROGRAM, "auto+" if how.endswith("+") else "auto", seeds)
+    job = fork_ranks(ranks, PROGRAM, how, seeds)
+    assert [job.lines(rank) for rank in range(ranks)] == [alone] * ranks
+    assert "warning" not in job.err.replace("warning: every micro-batch has one sample", "")
+
+
+@pytest.mark.parametrize(
+    ("seeds", "ranks", "how"),
+    [
+        ("0-11", 2, "auto+"),
+        ("12-23", 3, "auto+"),
+        ("24-29", 3, "collective+"),
+        ("30-34", 2, "block"),
+        ("35-39", 3, "stages"),
+    ],
+)
+def test_some_loops_have_one_digest(fork_ranks, fork_python, seeds, ranks, how):
+    check(fork_ranks, fork_python, seeds, ranks, how)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", [f"{first}-{first + 24}" for first in range(100, 400, 25)])
+@pytest.mark.parametrize(("ranks", "how"), [*WHOLE, *DIVIDED])
+def test_many_loops_have_one_digest(fork_ranks, fork_python, seeds, ranks, how):
+    check(fork_ranks, fork_python, seeds, ranks, how)
