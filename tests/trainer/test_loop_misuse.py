@@ -112,6 +112,30 @@ def test_batches_go_on_after_a_break_out_of_epochs():
     assert trainer.epoch == 3
 
 
+@pytest.mark.parametrize("parts", [[2], [3], [1, 2, 4, 5], [2, 4]])
+def test_an_epoch_that_the_loop_leaves_is_over_also_where_the_run_stops_there(tmp_path, parts):
+    """What comes after it is done once, as in a run that does not stop: an evaluation, and another learning rate."""
+
+    def run(folder, max_steps):
+        trainer, done = make_trainer(directory=folder), []
+        for epoch in trainer.epochs(3, max_steps=max_steps):
+            for batch in trainer.batches(DATA, batch_size=8):
+                trainer.step(loss, batch)
+                if batch.step == 1:  # one batch is left
+                    trainer.optimizer.param_groups[0]["lr"] *= 0.5
+                    break
+            else:
+                continue
+            done.append((epoch, str(trainer.evaluate(loss, DATA))))
+        return done, trainer.digest(), trainer.steps_done
+
+    whole = run(tmp_path / "whole", None)
+    assert len(whole[0]) == 3 and whole[2] == 6
+    done = [each for steps in [*parts, None] for each in run(tmp_path / "parts", steps)[0]]
+    assert done == whole[0]
+    assert run(tmp_path / "parts", None)[1] == whole[1]
+
+
 def test_a_loop_that_was_run_already_is_refused():
     trainer = make_trainer()
     assert len(trainer.fit(loss, DATA, batch_size=8, epochs=2)) == 2

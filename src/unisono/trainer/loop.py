@@ -65,6 +65,8 @@ class Loop:
         """Versions of the tensors in the batch when it was dealt."""
         self._exhausted: int | None = None
         """The epoch whose batches have all been asked for."""
+        self._cut_off: int | None = None
+        """The epoch in which the loop has asked for a batch after the last step of the run."""
         self._is_dealing = False
         position = self._recovery.position
         self.began = self._cursor.place if position is None else position.began
@@ -137,7 +139,7 @@ class Loop:
         self._run_events.begin()
         cursor = self._cursor
         self._saves.hold("trainer.epochs")
-        self._epochs, self._last_step, self._exhausted = epochs, max_steps, None
+        self._epochs, self._last_step, self._exhausted, self._cut_off = epochs, max_steps, None, None
         self._failures.begin(self)
         try:
             if cursor.epoch >= epochs or self._is_over():
@@ -148,8 +150,8 @@ class Loop:
                 self._recovery.begin_epoch()
                 self._run.set_generators("epoch", cursor.epoch)
                 yield cursor.epoch
-                if self._is_over() and self._exhausted != cursor.epoch:
-                    break  # In mid-epoch: the next start continues there.
+                if self._is_cut_off():
+                    break  # In mid-epoch: the next start continues there. An epoch that the loop has left is over.
                 self._end_epoch()
             in_mid_epoch = self._is_over() and cursor.step > 0
             if not in_mid_epoch:
@@ -266,6 +268,7 @@ class Loop:
             self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
             if ends_early:
                 # The run ends in mid-epoch: the loop's code after an epoch is not part of it.
+                self._cut_off = cursor.epoch
                 self._saves.save_if_whole()
             elif within_epochs:
                 self._exhausted = cursor.epoch
@@ -438,6 +441,10 @@ class Loop:
 
     def _is_over(self) -> bool:
         return self._last_step is not None and self._cursor.total_steps >= self._last_step
+
+    def _is_cut_off(self) -> bool:
+        """Return True if the run has ended before its epoch."""
+        return self._is_over() and self._cut_off == self._cursor.epoch
 
     def raise_pending(self) -> None:
         """Raise the exception of a signal that was put off."""
