@@ -35,6 +35,36 @@ def test_some_loops_have_one_digest(fork_ranks, fork_python, seeds, ranks, how):
     check(fork_ranks, fork_python, seeds, ranks, how)
 
 
+def check_stopped(fork_ranks, fork_python, folder, seeds, begun, gone_on):
+    """Stop loops on some ranks, and let others go on with them."""
+    alone = fork_python(PROGRAM, "auto", seeds)
+    for (ranks, how), options in ((begun, ["--stop"]), (gone_on, [])):
+        job = fork_ranks(ranks, PROGRAM, how, seeds, "--folder", folder, *options)
+    assert [job.lines(rank) for rank in range(gone_on[0])] == [alone] * gone_on[0]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "begun", "gone_on"), [("40-47", (2, "auto"), (3, "auto")), ("48-51", (3, "size"), (2, "stages"))]
+)
+def test_some_loops_that_are_stopped_have_one_digest(fork_ranks, fork_python, tmp_path, seeds, begun, gone_on):
+    check_stopped(fork_ranks, fork_python, tmp_path, seeds, begun, gone_on)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", [f"{first}-{first + 24}" for first in range(400, 500, 25)])
+@pytest.mark.parametrize(
+    ("begun", "gone_on"),
+    [
+        ((1, "auto"), (2, "auto")),
+        ((3, "auto"), (1, "auto")),
+        ((2, "block"), (3, "stages")),
+        ((3, "stages"), (2, "auto")),
+    ],
+)
+def test_many_loops_that_are_stopped_have_one_digest(fork_ranks, fork_python, tmp_path, seeds, begun, gone_on):
+    check_stopped(fork_ranks, fork_python, tmp_path, seeds, begun, gone_on)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seeds", [f"{first}-{first + 24}" for first in range(100, 400, 25)])
 @pytest.mark.parametrize(("ranks", "how"), [*WHOLE, *DIVIDED])

@@ -1,4 +1,7 @@
-"""Run random training loops and print what each comes to: `random_loop.py HOW SEED ...`, with ranges such as 0-7.
+"""Run random training loops and print what each comes to: `random_loop.py HOW SEED ... [--folder F [--stop]]`.
+
+SEED is a number or a range such as 0-7. With a folder, loops go on from their checkpoints there; with --stop, each ends
+after some steps.
 
 Between its steps a loop freezes and thaws layers, changes modes, learning rates and decay, evaluates and predicts; its
 steps are of one optimizer, of several together or one after the other, with losses of all forms. What it does depends
@@ -8,9 +11,9 @@ refuses: gradients that are changed before the update, and a loss over encodings
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +26,13 @@ from torch.utils.data import TensorDataset
 import unisono
 from unisono.parallel import Pipeline, Shard
 
-HOW, *SEEDS = sys.argv[1:]
+parser = argparse.ArgumentParser()
+parser.add_argument("how")
+parser.add_argument("seeds", nargs="+")
+parser.add_argument("--folder")
+parser.add_argument("--stop", action="store_true")
+ARGS = parser.parse_args()
+HOW = ARGS.how
 ALL = HOW.endswith("+")
 DIVIDED: dict[str, Callable[[int], Any]] = {
     "block": lambda ranks: Shard(unit_bytes=1),
@@ -129,21 +138,44 @@ class Loop:
         ranks = unisono.init().world_size
         how = HOW.removesuffix("+")
         options |= {"parallel": DIVIDED[how](ranks) if ranks > 1 else None} if how in DIVIDED else {"engine": how}
+        self.size = self.virtual_ranks + draw.choice([0, 1, self.virtual_ranks])
+        self.last_step, self.told = 0, []
+        self.max_steps = draw.randint(1, 6) if ARGS.folder else None
+        if ARGS.folder:
+            options |= {"directory": f"{ARGS.folder}/{seed}", "stateful": {"loop": self}}
+        draw.seed(seed)  # what follows does not depend on whether it stops
         self.trainer = unisono.Trainer(model, self.optimizers, **options)
-        self.told: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        version, numbers, last = self.draw.getstate()
+        return {
+            "draw": [version, [*numbers], last],
+            "told": [*self.told],
+            "last_step": self.last_step,
+            "trained": [p.requires_grad for p in self.model.parameters()],
+            "mode": self.model.norm.training,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, numbers, last = state["draw"]
+        self.draw.setstate((version, (*numbers,), last))
+        self.told, self.last_step = [*state["told"]], state["last_step"]
+        for p, is_trained in zip(self.model.parameters(), state["trained"], strict=True):
+            p.requires_grad_(is_trained)
+        self.model.norm.train(state["mode"])
 
     def run(self) -> str:
         """Train, and return a digest of all results."""
         draw, trainer = self.draw, self.trainer
-        size = self.virtual_ranks + draw.choice([0, 1, self.virtual_ranks])
-        for _ in trainer.epochs(2):
-            last = draw.randint(1, 5)
-            for batch in trainer.batches(self.data, batch_size=size):
+        for _ in trainer.epochs(2, max_steps=self.max_steps if ARGS.stop else None):
+            for batch in trainer.batches(self.data, batch_size=self.size):
+                if not batch.step:
+                    self.last_step = draw.randint(1, 5)
                 for _ in range(draw.choice([1, 1, 2])):
                     self.act()
                     result = self.step(batch)
                     self.told.append(f"{float(result):.17g} {result.grad_norm} {result.skipped} {dict(result.values)}")
-                if batch.step == last:
+                if batch.step == self.last_step:
                     break
         self.told += [trainer.digest(), str(float(self.model.calls))]
         return hashlib.sha256("\n".join(self.told).encode()).hexdigest()
@@ -187,7 +219,7 @@ class Loop:
             model.calls.zero_()
 
 
-for each in SEEDS:
+for each in ARGS.seeds:
     first, _, last = each.partition("-")
     for seed in range(int(first), int(last or first) + 1):
         print(f"loop {seed} = {Loop(seed).run()}", flush=True)
