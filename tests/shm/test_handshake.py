@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import socket
 import struct
 import threading
@@ -94,3 +95,21 @@ def test_a_rank_without_files_left_tells_the_others(monkeypatch):
         meet(store, 0, 2)
     with pytest.raises(UnisonoError, match=r"rank 0 has no shared memory to offer: 100 bytes .* Too many open files"):
         meet(store, 1, 2)
+
+
+MANY_FILES = """
+import os, resource
+import torch, unisono
+from unisono import comm
+
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 2000), most))
+files = [open(os.devnull) for _ in range(1100)]
+unisono.init("shm")
+print(comm.all_reduce(torch.ones(1)).item())
+"""
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1200, reason="needs more open files")
+def test_ranks_may_have_many_files_open(fork_ranks):
+    assert fork_ranks(2, MANY_FILES).out == "[0] 2.0\n[1] 2.0\n"

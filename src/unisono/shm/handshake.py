@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import wait
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def _receive_all(
         store.set(_PLACE, f"{_own_host()} {socket.gethostname()} {name}")
         while len(guests) < size - 1:
             # One that says nothing, such as a stopped process, keeps nobody waiting.
-            ready, _, _ = select.select([listener, *silent], [], [], _SLICE_S)
+            ready = wait([listener, *silent], _SLICE_S)  # by poll: to select, the process may have too many files open
             if listener in ready:
                 with suppress(BlockingIOError, ConnectionError):
                     silent.append(listener.accept()[0])

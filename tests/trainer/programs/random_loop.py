@@ -199,6 +199,7 @@ class Loop:
         group = draw.choice([*self.optimizers.values()]).param_groups[0]
         if action < 3:
             layer.requires_grad_(on)
+            model.first.bias.requires_grad_(True)  # something is left to train
         elif action == 3:
             layer.weight.requires_grad_(on)
         elif action == 4:
