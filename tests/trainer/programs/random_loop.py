@@ -1,7 +1,7 @@
 """Run random training loops and print what each comes to: `random_loop.py HOW SEED ... [--folder F [--stop]]`.
 
 SEED is a number or a range such as 0-7. With a folder, loops go on from their checkpoints there; with --stop, each ends
-after some steps.
+after some steps. With --ranks N, each can also run on N ranks, not on three alone.
 
 Between its steps a loop freezes and thaws layers, changes modes, learning rates and decay, evaluates and predicts; its
 steps are of one optimizer, of several together or one after the other, with losses of all forms. What it does depends
@@ -31,6 +31,7 @@ parser.add_argument("how")
 parser.add_argument("seeds", nargs="+")
 parser.add_argument("--folder")
 parser.add_argument("--stop", action="store_true")
+parser.add_argument("--ranks", type=int, default=3)
 ARGS = parser.parse_args()
 HOW = ARGS.how
 ALL = HOW.endswith("+")
@@ -128,7 +129,7 @@ class Loop:
         self.is_joint = draw.random() < 0.4
         parts = {"all": [*early, *late]} if self.is_joint else {"early": early, "late": late}
         self.optimizers = {name: draw.choice(OPTIMIZERS)(part) for name, part in parts.items()}
-        self.virtual_ranks = draw.choice([3, 4, 6, 8])
+        self.virtual_ranks = max(ARGS.ranks, draw.choice([3, 4, 6, 8]))
         options: dict[str, Any] = {"virtual_ranks": self.virtual_ranks, "seed": draw.randint(0, 9), "progress": False}
         options["clip_grad_norm"] = draw.choice([None, 0.1, 1.0])
         options["ema_decay"] = draw.choice([None, None, 0.9])
