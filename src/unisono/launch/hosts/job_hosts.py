@@ -269,9 +269,8 @@ class JobHosts:
         """Tell the other hosts how the job ends here, once. If this host only joins, it goes on there."""
         if not self.told:
             self.told = True
-            if self.joins:
-                kind, headline, code = "lost", f"has given up joining: {headline}", 1
-            self.channel.send({"type": "report", "kind": kind, "headline": headline, "code": code})
+            joins = None if self.place is None else self.joins  # before it has a place, the other process may know
+            self.channel.send({"type": "report", "kind": kind, "headline": headline, "code": code, "joins": joins})
 
     def finish(self) -> None:
         """Tell the other hosts that the ranks of this one have succeeded."""

@@ -77,6 +77,7 @@ class HostMember:
         self._way: LocalPort | None = None
         self._term: Term | None = None
         self._roster = Roster()
+        self._is_late = False  # the job ran already when this host came
         self._is_outside = False  # the log has not let this host in yet, or the others go on without it
         self._announcement: Announcement | None = None
         self._is_done = False  # the ranks of this host have succeeded
@@ -128,10 +129,18 @@ class HostMember:
                 term.look(lambda shown: self._tell("shown", hosts={str(host): told for host, told in shown.items()}))
             elif message["type"] == "report":
                 self._over = True
-                term.say({"do": "report", **{k: v for k, v in message.items() if k != "type"}})
+                term.say({"do": "report", **self._told_to_all(message)})
             elif message["type"] == "finish":
                 self._is_done = True
                 term.say({"do": "finished"})
+
+    def _told_to_all(self, report: Message) -> dict[str, Any]:
+        """Return what the others are told of how the job ends here. If this host only joins, it goes on there."""
+        told = {key: value for key, value in report.items() if key not in ("type", "joins")}
+        joins = report.get("joins", False)
+        if self._is_late if joins is None else joins:
+            told |= {"kind": "lost", "headline": f"has given up joining: {told['headline']}", "code": 1}
+        return told
 
     def _live(self) -> None:
         try:
@@ -153,7 +162,7 @@ class HostMember:
             if admission is None:
                 self._begin(0, min(meeting.hellos), set(meeting.hellos), lost={})
             else:
-                self._is_outside = True
+                self._is_outside = self._is_late = True
                 self._begin(admission.term, admission.leader, admission.members, lost={})
             self._tell(
                 "joined",
