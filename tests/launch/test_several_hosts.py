@@ -404,8 +404,8 @@ def test_a_check_names_a_host_that_does_not_answer_any_more(hosts):
 
 @pytest.mark.parametrize(
     ("endpoint", "shares"),
-    [("unisono", True), *(pytest.param(*case, marks=pytest.mark.soak) for case in
-                          [("torchrun", True), ("unisono", False), ("torchrun", False)])],
+    [("unisono", True), ("torchrun", True), *(pytest.param(*case, marks=pytest.mark.soak) for case in
+                                              [("unisono", False), ("torchrun", False)])],
 )  # fmt: skip
 def test_torchrun_on_one_host_and_unisono_on_the_other_meet(hosts, endpoint, shares, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", str(int(not shares)))

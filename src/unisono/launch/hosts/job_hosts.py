@@ -157,12 +157,14 @@ class JobHosts:
         self.place = place = HostPlace(**message["place"])
         self.joins = message["is_late"]
         self._meet(message)
-        if not self.joins:
+        self.has_torchrun = message["has_torchrun"]
+        if self.has_torchrun:  # hosts of torchrun tell nothing, also not how many ranks they have
+            self.placement = {place.host: list(range(place.first_rank, place.first_rank + self._ranks))}
+        elif not self.joins:
             ends = accumulate(self.capacities[host] for host in sorted(self.capacities))
             self.placement = {host: list(range(*pair)) for host, pair in enumerate(pairwise([0, *ends]))}
-            self.homes = {rank: host for host, ranks in self.placement.items() for rank in ranks}
+        self.homes = {rank: host for host, ranks in self.placement.items() for rank in ranks}
         self.secret = hmac.digest(self.settings.token.encode() or b"none", message["nonce"].encode(), "sha256")
-        self.has_torchrun = message["has_torchrun"]
         self.replaces = not self.has_torchrun and place.role_world_size == place.world_size
 
     def accept(self, entry: Mapping[str, Any]) -> HostPlace:
