@@ -424,6 +424,20 @@ def test_torchrun_on_one_host_and_unisono_on_the_other_meet(hosts, endpoint, sha
     assert {facts["WORLD_SIZE"] for facts in told} == {"2"}
 
 
+@pytest.mark.soak
+@pytest.mark.usefixtures("third_host")
+def test_torchrun_meets_two_hosts_of_unisono(hosts):
+    where = ["--nnodes", "3", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500"]
+    (hosts.folder / "torchrun.py").write_text("from torch.distributed.run import main; main()")
+    script = write(hosts, FACTS)
+    process = hosts.start_python(0, "torchrun.py", *where, "--local-addr", hosts.network.address(0), script)
+    ours = [finish(each) for each in [hosts.start_rank(host, script, hosts=3, ranks=1) for host in (1, 2)]]
+    theirs = finish(process)
+    assert [job.returncode for job in (*ours, theirs)] == [0, 0, 0], ours[0].stderr + ours[1].stderr + theirs.stderr
+    told = [json.loads(job.stdout[job.stdout.index("{") :]) for job in (*ours, theirs)]
+    assert [facts["total"] for facts in told] == [3.0, 3.0, 3.0]
+
+
 def test_the_network_is_removed_also_after_a_kill(tmp_path):
     from host_network import obstacle, remove_stale
 

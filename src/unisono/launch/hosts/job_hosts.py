@@ -158,8 +158,9 @@ class JobHosts:
         self.joins = message["is_late"]
         self._meet(message)
         self.has_torchrun = message["has_torchrun"]
-        if self.has_torchrun:  # hosts of torchrun tell nothing, also not how many ranks they have
-            self.placement = {place.host: list(range(place.first_rank, place.first_rank + self._ranks))}
+        if self.has_torchrun:  # its hosts do not tell how many ranks they have, so only this one's are known
+            own = list(range(place.first_rank, place.first_rank + self._ranks))
+            self.placement = {host: own if host == place.host else [] for host in self.capacities}
         elif not self.joins:
             ends = accumulate(self.capacities[host] for host in sorted(self.capacities))
             self.placement = {host: list(range(*pair)) for host, pair in enumerate(pairwise([0, *ends]))}
