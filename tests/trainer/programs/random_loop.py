@@ -1,7 +1,7 @@
 """Run random training loops and print what each comes to: `random_loop.py HOW SEED ... [--folder F [--stop]]`.
 
 SEED is a number or a range such as 0-7. With a folder, loops go on from their checkpoints there; with --stop, each ends
-after some steps. With --ranks N, each can also run on N ranks, not on three alone.
+after some steps. Loops have enough virtual ranks for 3 ranks, or for N with --ranks N.
 
 Between its steps a loop freezes and thaws layers, changes modes, learning rates and decay, evaluates and predicts; its
 steps are of one optimizer, of several together or one after the other, with losses of all forms. What it does depends
