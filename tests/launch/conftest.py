@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from host_network import HostNetwork, Hosts, obstacle
-from host_training import TRAIN, sha_of
+from host_training import LARGE_TRAIN, TRAIN, sha_of
 
 from launcher import Host, Launcher, LaunchHost
 from spawn_agents import AgentStarter
@@ -93,8 +93,17 @@ def hosts(host_network: Hosts, tmp_path: Path) -> Iterator[Hosts]:
 @pytest.fixture(scope="session")
 def calm_sha(tmp_path_factory: pytest.TempPathFactory, launch_host: LaunchHost | None) -> str:
     """The digest of a run on one rank of `host_training.TRAIN` in which nothing happens."""
-    launcher = Launcher(tmp_path_factory.mktemp("calm"), launch_host)
-    (launcher.folder / "script.py").write_text(TRAIN)
+    return _sha_of_one_rank(TRAIN, Launcher(tmp_path_factory.mktemp("calm"), launch_host))
+
+
+@pytest.fixture(scope="session")
+def large_calm_sha(tmp_path_factory: pytest.TempPathFactory, launch_host: LaunchHost | None) -> str:
+    """The same of `host_training.LARGE_TRAIN`."""
+    return _sha_of_one_rank(LARGE_TRAIN, Launcher(tmp_path_factory.mktemp("calm"), launch_host))
+
+
+def _sha_of_one_rank(script: str, launcher: Launcher) -> str:
+    (launcher.folder / "script.py").write_text(script)
     done = launcher.run("run", "script.py", "0.0")
     launcher.check_nothing_is_left()
     return sha_of(done.stdout)

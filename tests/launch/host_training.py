@@ -49,8 +49,12 @@ EARLY = ("--rdzv-conf", "last_call_timeout=0.5", "--nnodes")
 """A job begins soon after the least number of hosts, which follows, has come."""
 
 
-def write(hosts: Hosts) -> str:
-    (hosts.folder / "script.py").write_text(TRAIN)
+LARGE_TRAIN = TRAIN.replace("3000", "1_000_000")
+"""The same with a gradient of 40 MB, of which most deaths leave messages that are partly sent."""
+
+
+def write(hosts: Hosts, script: str = TRAIN) -> str:
+    (hosts.folder / "script.py").write_text(script)
     return "script.py"
 
 

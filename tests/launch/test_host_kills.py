@@ -13,7 +13,7 @@ from contextlib import suppress
 import psutil
 import pytest
 from host_network import finish
-from host_training import await_line, write
+from host_training import LARGE_TRAIN, await_line, write
 
 CAUSES = {
     "launcher": "its launcher was killed",
@@ -74,3 +74,22 @@ def test_a_host_of_which_a_process_is_killed_at_any_moment_is_named_and_the_othe
         name = f"unisono: host {lost}, host{lost} (10.97.0.{lost + 1}), {CAUSES[what]}"
         assert all(name in job.stderr for job in others), told
         assert bool(shas) == is_range, told
+
+
+@pytest.mark.usefixtures("third_host")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 30))])
+def test_a_host_that_is_lost_in_the_midst_of_a_large_sum_is_done_without(hosts, large_calm_sha, seed):
+    draw = random.Random(seed)
+    ranks, lost, pause_s = draw.choice([1, 2]), draw.randrange(3), draw.uniform(0.0, 3.0)
+    flags = ("--nnodes", "1:3", "--rdzv-conf", CONF)
+    script = write(hosts, LARGE_TRAIN)
+    jobs = [hosts.start_rank(host, script, "0.0", ranks=ranks, flags=flags) for host in range(3)]
+    await_line(jobs[-1], "working", stream="stdout")
+    time.sleep(pause_s)
+    is_killed = kill(jobs[lost].pid, "launcher")
+    done = [finish(job) for job in jobs]
+    told = "\n".join(f"host {host}: {job.returncode}\n{job.stderr}" for host, job in enumerate(done))
+    assert [job.returncode for host, job in enumerate(done) if host != lost] == [0, 0], told
+    shas = {line.split()[-1] for job in done for line in job.stdout.splitlines() if "weights sha256" in line}
+    assert shas == {large_calm_sha}, told
+    assert not is_killed or f"host{lost}" in told

@@ -125,7 +125,7 @@ def test_deaths_while_ranks_read_and_evaluate_change_no_bit(train):
     assert "rank 1 was killed by SIGKILL in backward of step 3; replaced" in " ".join(found.replaced)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(None, 1), (None, 3), ("gan", 0), ("gan", 1)])
+@pytest.mark.parametrize(("kind", "steps"), [(None, 1), (None, 3), ("gan", 0), ("gan", 1), ("bare", 2), ("bare", 4)])
 def test_a_rank_that_misses_a_step_goes_on_as_the_others_do(train, kind, steps):
     """One that lacks the last message of the dead rank, when the other one is in the next step already.
 
@@ -134,6 +134,21 @@ def test_a_rank_that_misses_a_step_goes_on_as_the_others_do(train, kind, steps):
     where = (1, "before send", [steps, 0, 192])  # with the buffers, its last message to rank 0
     found = train(3, (*where, "late 0.3"), (*where, KILL), engine="collective", kind=kind, epochs=1)
     assert (len(found.replaced), found.new) == (1, {1})
+
+
+def test_a_rank_that_misses_the_beginning_of_an_epoch_goes_on_as_the_others_do(train):
+    """One that lacks the number by which ranks compare what they call, when the other one is in the first step."""
+    where = (1, "before number", [5, 2])
+    asked = {"engine": "collective", "kind": "bare", "backend": "gloo", "apart": True}
+    found = train(3, (*where, "late 0.3"), (*where, KILL), **asked)
+    assert (len(found.replaced), found.new) == (1, {1})
+
+
+def test_deaths_in_the_midst_of_large_messages_change_no_bit(train):
+    """The messages of a step are 7 MB each: more than fits into the buffers of a connection."""
+    deaths = [(1, "after launch", 2, KILL), (0, "after launch", 4, KILL)]
+    found = train(3, *deaths, engine="collective", backend="gloo", width=250_000, epochs=1)
+    assert found.new == {0, 1}
 
 
 def test_deaths_while_rank_0_runs_a_block_first_change_no_bit(train):

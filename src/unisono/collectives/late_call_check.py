@@ -7,7 +7,6 @@ a record of it. Check mode (`collectives.check_mode`) compares every call before
 
 from __future__ import annotations
 
-import ctypes
 import json
 import threading
 import time
@@ -25,12 +24,15 @@ from torch import Tensor
 from unisono.collectives.call_description import ComparisonPlace, difference, place_of, user_frame
 from unisono.collectives.reduce_ops import name_of
 from unisono.errors import RankMismatchError
+from unisono.job.connection_watch import keep_for_ever
+from unisono.job.current import connection_watch
 from unisono.text import without_cpp_place
 
 __all__ = ["CallTemplate", "LateCallChecker"]
 
-_PATIENCE = timedelta(seconds=1)
-"""How long a call runs before it is compared."""
+_SLICE = timedelta(seconds=0.1)
+_PATIENCE = 10
+"""How many slices of time a call runs before it is compared."""
 _PAUSE = timedelta(seconds=0.5)
 """Time between looks for the findings of other ranks."""
 _KEPT = 32
@@ -100,21 +102,17 @@ class LateCallChecker:
             self._records.append(record)
             self._count += 1
         try:
-            work.wait(_PATIENCE)
-        except RuntimeError:  # late or failed; later errors must not have this one as their context
-            pass
-        else:
-            return
-        try:
-            self._wait(work, record)
+            if not _has_ended_well(work):
+                self._wait(work, record)
         finally:
             if not work.is_completed():
-                _keep_for_ever(kwargs["group"])
+                keep_for_ever(kwargs["group"])
 
     def _wait(self, work: dist.Work, record: _CallRecord) -> None:
         """Wait for a call that is late or has failed."""
         looks, published = True, False
         while not work.is_completed():
+            _check_connections()
             if looks:
                 looks = self._look(first=not published)
                 published = True
@@ -227,6 +225,19 @@ def _difference(pending: _PendingCalls) -> str | None:
     return None
 
 
-def _keep_for_ever(group: dist.ProcessGroup) -> None:
-    """Prevent the destruction of a group, which would wait for an operation that cannot end."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+def _has_ended_well(work: dist.Work) -> bool:
+    """Return True once a call has ended, False if it is late or has failed."""
+    for _ in range(_PATIENCE):
+        with suppress(RuntimeError):  # late or failed; later errors must not have this one as their context
+            work.wait(_SLICE)
+            return True
+        if work.is_completed():
+            return False
+        _check_connections()
+    return False
+
+
+def _check_connections() -> None:
+    """Raise PeerError if the call cannot end any more, since a rank was lost."""
+    if (watch := connection_watch()) is not None:
+        watch.check()

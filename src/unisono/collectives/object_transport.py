@@ -25,6 +25,7 @@ from unisono.collectives.framing import (
     read_envelope,
     write_envelope,
 )
+from unisono.collectives.freed_wait import run_collective, wait_for_message
 from unisono.collectives.group import Group
 from unisono.collectives.received import (
     Received,
@@ -79,14 +80,14 @@ def all_gather(group: Group, call: str, sent: Outgoing, *, of: str = "") -> list
         own = _rest(envelopes[group.rank], sent, device)
         if _may_pad(sizes):
             padded = [torch.empty(most, dtype=torch.uint8, device=device) for _ in sizes]
-            dist.all_gather(padded, _padded(own, most, device), group=group.process_group)
+            run_collective(dist.all_gather, padded, _padded(own, most, device), group=group.process_group)
             rests = list(padded)
         else:
             for index, size in enumerate(sizes):
                 if size:
                     mine = index == group.rank
                     rest = own if mine and own is not None else torch.empty(size, dtype=torch.uint8, device=device)
-                    dist.broadcast(rest, group.ranks[index], group=group.process_group)
+                    run_collective(dist.broadcast, rest, group.ranks[index], group=group.process_group)
                     rests[index] = rest
     return _all_received(group, envelopes, rests, sent)
 
@@ -140,7 +141,8 @@ def gather(group: Group, call: str, sent: Outgoing, dst: int, *, of: str = "") -
         own = None if at_dst else _rest(envelopes[group.rank], sent, device)
         if _may_pad(sizes):
             padded = [torch.empty(most, dtype=torch.uint8, device=device) for _ in sizes] if at_dst else None
-            dist.gather(_padded(own, most, device), padded, dst=group.ranks[dst], group=group.process_group)
+            own_part = _padded(own, most, device)
+            run_collective(dist.gather, own_part, padded, dst=group.ranks[dst], group=group.process_group)
             rests = list(padded or rests)
         elif not at_dst and own is not None:
             _send(group, own, dst, TAG)
@@ -167,7 +169,7 @@ def broadcast(group: Group, call: str, sent: Outgoing | None, src: int, *, of: s
         rest = _rest(envelope, sent, device) if isinstance(sent, Payload) else None
         if rest is None:
             rest = torch.empty(envelope.rest_nbytes, dtype=torch.uint8, device=device)
-        dist.broadcast(rest, group.ranks[src], group=group.process_group)
+        run_collective(dist.broadcast, rest, group.ranks[src], group=group.process_group)
     return read_payload(envelope, rest, sent, at_src)
 
 
@@ -201,7 +203,7 @@ def scatter(
             rests = [
                 _padded(_rest(c, p, device), envelope.padded, device) for c, p in zip(envelopes, sent, strict=True)
             ]
-        dist.scatter(rest, rests, src=group.ranks[src], group=group.process_group)
+        run_collective(dist.scatter, rest, rests, src=group.ranks[src], group=group.process_group)
     elif envelopes is not None and sent is not None and not isinstance(sent, FailedSend):
         for index, (its, payload) in enumerate(zip(envelopes, sent, strict=True)):
             if index != src and (part := _rest(its, payload, device)) is not None:
@@ -238,7 +240,7 @@ def all_to_all(group: Group, call: str, sent: Sequence[Payload] | FailedSend, *,
         coming = [0 if index == group.rank else envelope.rest_nbytes for index, envelope in enumerate(envelopes)]
         buffer = torch.empty(sum(coming), dtype=torch.uint8, device=device)
         sizes = [part.numel() for part in leaving]
-        dist.all_to_all_single(buffer, torch.cat(leaving), coming, sizes, group=group.process_group)
+        run_collective(dist.all_to_all_single, buffer, torch.cat(leaving), coming, sizes, group=group.process_group)
         rests = list(torch.split(buffer, coming))
     return _all_received(group, envelopes, rests, own)
 
@@ -321,12 +323,14 @@ def _padded(rest: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
 
 
 def _send(group: Group, tensor: Tensor, dst: int, tag: int) -> None:
-    dist.send(tensor, group.ranks[dst], group=group.process_group, tag=tag)
+    if (work := dist.isend(tensor, group.ranks[dst], group=group.process_group, tag=tag)) is not None:
+        wait_for_message(work)
 
 
 def _recv(group: Group, nbytes: int, src: int, tag: int, device: torch.device) -> Tensor:
     tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    dist.recv(tensor, group.ranks[src], group=group.process_group, tag=tag)
+    if (work := dist.irecv(tensor, group.ranks[src], group=group.process_group, tag=tag)) is not None:
+        wait_for_message(work)
     return tensor
 
 

@@ -13,6 +13,7 @@ import time
 import torch.distributed as dist
 
 from unisono.activity import Observed, TimedWait, Wait, waited
+from unisono.collectives.freed_wait import wait_for_collective, wait_for_message
 from unisono.polling import Backoff
 
 __all__ = ["PollingWait"]
@@ -38,10 +39,11 @@ class PollingWait:
 
         Args:
             work: The work.
-            seen: How observers see a wait that polling does not end. None: they do not, as for a collective that the
-                backend's record has, or on a GPU, where a wait ends at once.
+            seen: How observers see a wait for a message that polling does not end. None for a collective, which the
+                backend's record has, or for anything on a GPU, where a wait ends at once.
 
         Raises:
+            PeerError: The launcher replaces or ends ranks.
             RuntimeError: The work failed, as in `Work.wait`.
         """
         if waited.is_on and not work.is_completed():
@@ -56,11 +58,13 @@ class PollingWait:
                 self._backoff.left -= 1
             else:
                 self._backoff.note(paid=self._poll(work))
-        if seen is None or work.is_completed():
+        if seen is None:
+            wait_for_collective(work)
+        elif work.is_completed():
             work.wait()
         else:
             with Observed(seen):
-                work.wait()
+                wait_for_message(work)
 
     def _poll(self, work: dist.Work) -> bool:
         """Poll for at most `poll_s`. Return True if the work has ended."""

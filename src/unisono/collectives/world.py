@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unisono.activity import Wait
 from unisono.collectives.framing import to_bytes
+from unisono.collectives.freed_wait import run_collective
 from unisono.collectives.group import known_group
 from unisono.collectives.object_transport import gather, gather_values
 from unisono.collectives.polling_wait import PollingWait
@@ -148,7 +149,7 @@ class World:
             return [[*numbers]]
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         found = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(found, own, group=self.group)
+        run_collective(dist.all_gather, found, own, group=self.group)
         confirm_group()
         of_ranks: list[list[float]] = torch.stack(found).tolist()
         return of_ranks
@@ -189,13 +190,13 @@ class World:
             except Exception as error:  # of any class: it is raised once the other ranks know
                 failure, content = error, bytearray(f"{type(error).__name__}: {error}".encode())
         length = torch.tensor([len(content) if failure is None else -len(content)], device=self.device)
-        dist.broadcast(length, group_src=source, group=self.group)
+        run_collective(dist.broadcast, length, group_src=source, group=self.group)
         confirm_group()
         number = int(length.item())
         if not number:
             return b""
         buffer = torch.frombuffer(content or bytearray(abs(number)), dtype=torch.uint8).to(self.device)
-        dist.broadcast(buffer, group_src=source, group=self.group)
+        run_collective(dist.broadcast, buffer, group_src=source, group=self.group)
         confirm_group()
         if failure is not None:
             raise failure
@@ -218,7 +219,7 @@ class World:
             return
         buffer = as_bytes(tensor)
         sent = buffer.to(self.device)
-        dist.broadcast(sent, group_src=source, group=self.group)
+        run_collective(dist.broadcast, sent, group_src=source, group=self.group)
         confirm_group()
         if sent is not buffer and self.rank != source:
             buffer.copy_(sent)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.freed_wait import run_collective
 from unisono.collectives.world import World
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan.alignment import WIRE_NBYTES, align_up
@@ -75,7 +76,7 @@ class GroupAllGatherV:
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         everyone = [torch.empty_like(tensor) for _ in range(self._world.size)]
-        dist.all_gather(everyone, tensor, group=self._world.group)
+        run_collective(dist.all_gather, everyone, tensor, group=self._world.group)
         return everyone
 
 

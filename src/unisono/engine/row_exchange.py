@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.freed_wait import run_collective
 from unisono.collectives.world import World
 from unisono.embedding.id_order import ordered_ids
 from unisono.embedding.lazy_rows import LazyRows
@@ -201,7 +202,7 @@ class RowExchange:
         counts = torch.bincount(owners, minlength=size)
         own = torch.cat([torch.tensor([int(self._is_open), number]), counts])
         heads = [torch.empty_like(own) for _ in range(size)]
-        dist.all_gather(heads, own, group=self._group)
+        run_collective(dist.all_gather, heads, own, group=self._group)
         told: list[list[int]] = torch.stack(heads).tolist()
         row_nbytes = [0 if each[1] == _NOTHING else self.tables[each[1]].row_nbytes for each in told]
         is_done = not any(each[0] for each in told)

@@ -196,7 +196,7 @@ class ActiveJob:
     adopted: bool = False
     """True if the script made the group."""
     watch: GroupWatch | ConnectionWatch | None = None
-    """Aborts the group when a rank has died, if its operations would wait for that rank for ever."""
+    """Frees this rank when another one has died, if operations of the group would wait for that one for ever."""
     calls: Callable[[], RecoverableCalls | None] = lambda: None
     """Returns those of the Trainer, if there is one and it survives the death of other ranks."""
     pid: int = field(default_factory=os.getpid)
@@ -241,6 +241,12 @@ def guard_group(is_guarded: Callable[[], bool]) -> None:
     """Let the group of this job be aborted, where that is needed, if `is_guarded` returns True; see `GroupWatch`."""
     if _active is not None and _active.watch is not None:
         _active.watch.is_guarded = is_guarded
+
+
+def connection_watch() -> ConnectionWatch | None:
+    """Return what frees threads that wait for operations of this job's groups, if their backend needs that."""
+    watch = None if _active is None else _active.watch
+    return watch if isinstance(watch, ConnectionWatch) else None
 
 
 def is_cut_off() -> bool:

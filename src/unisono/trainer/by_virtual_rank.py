@@ -134,7 +134,7 @@ class ByVirtualRank:
                 self._run.set_generators(f"loop/{stream}", *moment)
             return [result for of_rank in everyone for result in of_rank.values()]
 
-        def account(_result: Any, *, counts: bool) -> None:
+        def account(_result: Any) -> None:
             self._run.set_generators(f"loop/{stream}", *moment)
 
         return self._recovery.call(call, compute, account=account)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from unisono.trainer.call_log import Dropped, LoggedCall
-from unisono.trainer.recoverable import Account
 
 __all__ = ["TURN", "CallReplay"]
 
@@ -40,7 +39,7 @@ class CallReplay:
         """The next call."""
         return self._left[0].name
 
-    def go_through(self, name: str, body: Callable[[], T], *, again: bool, account: Account) -> T:
+    def go_through(self, name: str, body: Callable[[], T], *, again: bool, account: Callable[[Any], None]) -> T:
         """Return the result of the next call; see `Recovery.call` for the arguments."""
         logged = self._left.popleft()
         while logged.name == TURN != name and self._left:
@@ -54,5 +53,5 @@ class CallReplay:
         if isinstance(logged.result, Dropped):
             self._differ(f"{name}, whose result is not kept")
         if logged.is_recent:
-            account(logged.result, counts=True)
+            account(logged.result)
         return logged.result  # type: ignore[no-any-return]

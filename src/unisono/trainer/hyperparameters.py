@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Hyperparameters", "SettingsReader", "given_by", "is_scheduler", "overruled", "settings_of"]
+__all__ = ["Hyperparameters", "SettingsReader", "given_by", "is_scheduler", "overruled", "put_settings", "settings_of"]
 
 _FIXED = frozenset({bool, int, float, str, type(None)})
 """Types of values that cannot be written to."""
@@ -89,6 +89,16 @@ def _are_fixed(hyperparameters: Mapping[str, list[dict[str, Any]]]) -> bool:
     """Return True if no hyperparameter can be written to."""
     values = [value for groups in hyperparameters.values() for group in groups for value in group.values()]
     return all(type(each) in _FIXED for value in values for each in (value if type(value) is tuple else (value,)))
+
+
+def put_settings(settings: Hyperparameters, optimizers: Mapping[str, Optimizer], others: Mapping[str, Any]) -> None:
+    """Take over settings, but for the states of schedulers that the loop itself steps, in `stateful`."""
+    for name, groups in settings.hyperparameters.items():
+        for group, values in zip(optimizers[name].param_groups, groups, strict=True):
+            group.update({key: _copied(value) for key, value in values.items()})
+    for name, state in settings.schedulers.items():
+        if not name.startswith("stateful/"):
+            others[name].load_state_dict({key: _copied(value) for key, value in state.items()})
 
 
 def given_by(settings: Hyperparameters) -> dict[str, dict[str, Any]]:

@@ -114,9 +114,8 @@ class Inference:
             finally:
                 self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
 
-        def account(result: Any, *, counts: bool) -> None:
-            if counts:
-                self._note_evaluation(name, result)
+        def account(result: Any) -> None:
+            self._note_evaluation(name, result)
             self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
 
         def finish() -> Any:

@@ -367,21 +367,10 @@ class Loop:
                 self._warn(message)
         return result
 
-    def account(self, batch: Batch, result: StepResult, *, counts: bool) -> None:
-        """Account for a step on the latest batch that other ranks have made.
-
-        Args:
-            batch: The batch.
-            result: The result of the step.
-            counts: False if this rank has the state from after the step.
-        """
-        if counts:
-            self._count_step(batch)
-            self._count_loss(batch, result)
-        else:
-            self._calls += 1
-            self._saves.note_step()
-            self.optimizers.forget()
+    def account(self, batch: Batch, result: StepResult) -> None:
+        """Account for a step on the latest batch that other ranks have made."""
+        self._count_step(batch)
+        self._count_loss(batch, result)
         self._run.set_generators("loop", batch.epoch, batch.step, self._calls)
 
     def _count_step(self, batch: Batch) -> None:
@@ -460,12 +449,12 @@ class Loop:
         """The number of steps done with it."""
         return self._calls
 
-    def go_on(self, *, cursor: Cursor | None, calls: int | None) -> None:
+    def go_on(self, *, cursor: Cursor | None = None, calls: int | None = None) -> None:
         """Go on after a recovery.
 
         Args:
-            cursor: The cursor of the rank whose state this rank has got; None if it has kept its own.
-            calls: The number of steps done with the batch in the loop; None if this rank has counted them.
+            cursor: The cursor of the rank whose place this rank takes; None if it keeps its own.
+            calls: The number of steps done there with the batch in the loop; None if this rank has counted them.
         """
         if cursor is not None:
             for each in fields(cursor):

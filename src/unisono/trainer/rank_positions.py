@@ -12,6 +12,7 @@ from unisono.errors import PeerError
 from unisono.job.rejoin import RecoveryStore
 from unisono.trainer.call_log import CallLog, LoggedCall
 from unisono.trainer.checkpointing import Place
+from unisono.trainer.hyperparameters import Hyperparameters
 from unisono.trainer.snapshot import Cursor
 from unisono.watch import Event
 
@@ -19,7 +20,7 @@ __all__ = ["Position", "furthest", "missed_call", "read_positions", "tell_positi
 
 
 class Position(NamedTuple):
-    """Where a rank is in its run, as it tells new ranks."""
+    """Where a rank is in its run, as it tells others when they meet."""
 
     log: CallLog
     name: str
@@ -28,6 +29,8 @@ class Position(NamedTuple):
     """The cursor when the loop last asked for a batch or an epoch."""
     evaluations: Any
     """The state of the history of evaluations at that time."""
+    settings: Hyperparameters | None
+    """The numbers that control the run when the latest call ended: the loop may have changed them since then."""
     began: Place
     """The place where the first processes of the job began."""
     saved: Place

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Protocol
+from collections.abc import Callable, Collection
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -13,7 +13,9 @@ from unisono.trainer.call_log import CallLog
 from unisono.trainer.rank_positions import Position
 from unisono.trainer.snapshot import Cursor
 
-__all__ = ["Account", "Recoverable"]
+__all__ = ["Recoverable"]
+
+T = TypeVar("T")
 
 
 class Recoverable(Protocol):
@@ -58,17 +60,28 @@ class Recoverable(Protocol):
     def disconnect(self) -> None:
         """Release the process group."""
 
+    def alone(self, call: Callable[[], T]) -> T:
+        """Return the result of a call that this rank makes for itself, after `disconnect`.
+
+        Raises:
+            PeerError: That is not possible.
+        """
+
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""
 
-    def send_state(self, source: int, *, wanted: bool, keeps_objects: bool) -> None:
+    def note_call(self) -> None:
+        """Note what a rank that misses the call that has ended needs, and the loop may change from now on."""
+
+    def send_state(self, source: int, position: Position, *, wanted: bool, is_late: bool) -> None:
         """Send the state of one rank to those that want it. Every rank must call it.
 
         Args:
             source: The rank that sends.
+            position: Its place.
             wanted: True if this rank takes the state.
-            keeps_objects: True if the loop of this rank has changed its `stateful` objects as far as it has come; that
-                of the other one may have come further since the call.
+            is_late: True if this rank has missed the latest call that the other one has made, and takes the state from
+                the end of that call: it keeps its own place and `stateful` objects, which its loop goes on with.
         """
 
     def has_joined(
@@ -86,10 +99,3 @@ class Recoverable(Protocol):
 
     def raise_pending(self) -> None:
         """Raise the exception of a signal that was put off."""
-
-
-class Account(Protocol):
-    """Accounts for a call that other ranks have made."""
-
-    def __call__(self, result: Any, /, *, counts: bool) -> None:
-        """See `Recovery.call`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from unisono.collectives.world import World
+from unisono.errors import PeerError
 from unisono.job.current import active_job
 from unisono.recovery_link import Membership
 from unisono.state.tensor_groups import TensorGroups, broadcast_groups
@@ -16,6 +17,7 @@ from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.call_log import CallLog
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.event_log import announce_to_listeners
+from unisono.trainer.hyperparameters import Hyperparameters, SettingsReader, put_settings
 from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.rank_positions import Position
@@ -24,6 +26,8 @@ from unisono.trainer.table_optimizers import tensors_in_files
 from unisono.watch import EventLog
 
 __all__ = ["RecoverableRun"]
+
+T = TypeVar("T")
 
 _FIXED_SIZE = (
     "a model is cut over its ranks, and their number decides which one has what: start the job again from a checkpoint "
@@ -49,6 +53,9 @@ class RecoverableRun:
         self._parts, self._loop, self._loaders, self._log = parts, loop, loaders, log
         self.cursor = parts.cursor
         """The progress of the run."""
+        self._reader = SettingsReader(parts.subjects.optimizers, parts.subjects.others)
+        self._settings: Hyperparameters | None = None
+        """When the latest call ended."""
 
     @property
     def world(self) -> World:
@@ -91,6 +98,7 @@ class RecoverableRun:
             name=name,
             cursor=cursor,
             evaluations=loop.history.state(evaluations),
+            settings=self._settings,
             began=loop.began,
             saved=parts.keeper.last,
             told=self._log.recent,
@@ -112,34 +120,48 @@ class RecoverableRun:
         """Release the process group."""
         self._parts.state.disconnect()
 
+    def alone(self, call: Callable[[], T]) -> T:
+        """Return the result of a call that this rank makes for itself; see `recoverable.Recoverable`."""
+        if self._parts.state.engines.shares:
+            raise PeerError("only some ranks could compare their calls before a rank died")
+        return call()
+
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""
         self._parts.state.connect(World.connect(self._parts.run.device))
         self._loaders.forget()
 
-    def send_state(self, source: int, *, wanted: bool, keeps_objects: bool) -> None:
+    def note_call(self) -> None:
+        """Note the numbers that control the run. About 1 µs, and 3 µs for each scheduler."""
+        self._settings = self._reader.read()
+
+    def send_state(self, source: int, position: Position, *, wanted: bool, is_late: bool) -> None:
         """Send the state of one rank to those that want it; see `recoverable.Recoverable`."""
         subjects = self._parts.subjects
         apart = tensors_in_files(subjects.modules, subjects.optimizers)
         document, groups = broadcast_groups(self.world, self._capture, source=source, wanted=wanted, apart=apart)
         self._parts.state.heed(document["state"])
-        cursor = None
-        if wanted:
-            objects = self._parts.subjects.others if keeps_objects else {}
-            own = {
-                name: (each, deepcopy(each.state_dict()))
-                for name, each in objects.items()
-                if name.startswith("stateful/")
-            }
-            self._parts.state.restore(groups, document["state"], source=f"the state of rank {source}")
+        if not wanted:
+            self._loop.go_on()
+            return
+        own = {
+            name: (each, deepcopy(each.state_dict()))
+            for name, each in subjects.others.items()
+            if is_late and name.startswith("stateful/")
+        }
+        self._parts.state.restore(groups, document["state"], source=f"the state of rank {source}")
+        self._restore_modes(document["modes"], document["trained"])
+        if is_late:
             for each, state in own.values():
                 each.load_state_dict(state)
-            self._restore_modes(document["modes"], document["trained"])
+            assert position.settings is not None, "it has made the call"
+            put_settings(position.settings, subjects.optimizers, subjects.others)
+            self._loop.optimizers.forget()
+            self._loop.go_on()
+        else:
             facts = document["state"]["facts"]
-            cursor = Cursor(**facts["cursor"])
             self._loop.history.become(EvaluationHistory.restored(facts["evaluations"]))
-        # A rank that was there before may have missed a step, after which the source has come to the next batch.
-        self._loop.go_on(cursor=cursor, calls=document["calls"] if wanted and not keeps_objects else None)
+            self._loop.go_on(cursor=Cursor(**facts["cursor"]), calls=document["calls"])
 
     def has_joined(
         self, membership: Membership, before: int, seconds: float, position: Position, *, took: bool

@@ -41,7 +41,7 @@ from unisono.trainer.call_log import CallLog, Dropped, LoggedCall
 from unisono.trainer.call_replay import TURN, CallReplay
 from unisono.trainer.launcher_decisions import DecisionError, LauncherDecisions
 from unisono.trainer.rank_positions import Position, furthest, missed_call, read_positions, tell_position
-from unisono.trainer.recoverable import Account, Recoverable
+from unisono.trainer.recoverable import Recoverable
 from unisono.variables import HOST_VARIABLE
 
 __all__ = ["Recovery"]
@@ -58,7 +58,7 @@ _MOST_SAMPLES = 16
 _RESIZE = "trainer.batches, where the number of ranks changes"
 
 
-def _nothing(_result: Any, /, *, counts: bool) -> None:
+def _nothing(_result: object) -> None:
     """Account for a call that leaves no trace."""
 
 
@@ -220,7 +220,7 @@ class Recovery:
         *,
         again: bool = False,
         keeps: bool = True,
-        account: Account = _nothing,
+        account: Callable[[Any], None] = _nothing,
     ) -> T:
         """Make a call in which ranks need each other, and return its result; again after ranks have been replaced.
 
@@ -231,8 +231,8 @@ class Recovery:
             body: Makes the call. If it fails because a rank has died, the state is the one from before.
             again: True if a new rank makes it as well when the others have made it before, alone.
             keeps: False if the result is too large to be kept for a new rank, which can then not go past the call.
-            account: Called with the result, as account(result, counts=…), instead of body, if other ranks have made
-                the call since the loop asked for a batch. counts is False if this rank has their state already.
+            account: Called with the result, instead of body, if other ranks have made the call since the loop asked
+                for a batch.
         """
         if self._link is None or self._within:
             return body()
@@ -244,7 +244,7 @@ class Recovery:
         finally:
             self._is_calling = False
 
-    def _make(self, name: str, body: Callable[[], T], *, again: bool, keeps: bool, account: Account) -> T:
+    def _make(self, name: str, body: Callable[[], T], *, again: bool, keeps: bool, account: Callable[[Any], None]) -> T:
         """Make a call that other ranks have not made."""
         assert self._link is not None
         self._name = name
@@ -268,10 +268,10 @@ class Recovery:
                     self._log.add_failed(name)
                     self._counted = self._uses()
                     raise
-            if (missed := self._meet()) is not None:
-                if again or isinstance(missed.result, Dropped):
+            if (missed := self._meet(body if again else None)) is not None:
+                if isinstance(missed.result, Dropped):
                     raise PeerError(f"only some ranks could finish {name} before a rank died")
-                account(missed.result, counts=False)
+                account(missed.result)
                 self._counted = self._uses()
                 return missed.result  # type: ignore[no-any-return]
             self._is_again = True
@@ -280,7 +280,9 @@ class Recovery:
             self._is_again = False
             self._link.note_samples("")
         if self.is_on:
+            assert self._run is not None
             self._log.add(name, None if again else result if keeps else Dropped())
+            self._run.note_call()
         self._counted = self._uses()
         return result
 
@@ -332,8 +334,11 @@ class Recovery:
         _release(error)
         return True
 
-    def _meet(self) -> LoggedCall | None:
+    def _meet(self, alone: Callable[[], Any] | None = None) -> LoggedCall | None:
         """Go on together with all ranks, new ones and old ones.
+
+        Args:
+            alone: Makes the call under way, if that is one which a new rank makes alone.
 
         Returns:
             The call under way, if another rank has made it, and this one has its state now.
@@ -350,7 +355,7 @@ class Recovery:
                 store = self._store()
                 self._tell_new_ranks(store)  # first, since they need it, and to leave a group takes 10 ms
                 leave_group()  # before any wait: ranks that wait for this one there do not see that another has died
-                return self._meet_at(store, started_s)
+                return self._meet_at(store, started_s, alone)
             except SupersededError:
                 continue
             except Exception as error:  # of any class, as in `call`
@@ -369,7 +374,7 @@ class Recovery:
             resizes = self._resizes and run.world.size == size
             tell_position(store, run.world.rank, run.position(self._log, self._name, resizes=resizes))
 
-    def _meet_at(self, store: RecoveryStore, started_s: float) -> LoggedCall | None:
+    def _meet_at(self, store: RecoveryStore, started_s: float, alone: Callable[[], Any] | None) -> LoggedCall | None:
         run, link, name = self._run, self._link, self._name
         assert run is not None
         assert link is not None
@@ -386,10 +391,12 @@ class Recovery:
         if not is_new and (obstacle := run.repair(dead)) is not None:
             self.refuse(obstacle)
             raise PeerError(f"no rank can be replaced alone: {obstacle}")
+        if missed is not None and alone is not None:
+            missed = missed._replace(result=run.alone(alone))
         rejoin(store)
         guard_group(self._is_guarded)
         run.connect()
-        run.send_state(source, wanted=missed is not None or not self.is_joined, keeps_objects=self.is_joined)
+        run.send_state(source, position, wanted=missed is not None or not self.is_joined, is_late=missed is not None)
         waited_s = max(run.world.gather(time.monotonic() - started_s, "ranks that go on after a recovery"))
         if missed is not None:
             self._log = position.log

@@ -21,7 +21,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, WeightedRandomSampler
 
 import unisono
+from unisono.engine import selection
 from unisono.engine.buffer_transaction import BufferTransaction
+from unisono.engine.consistency import GroupConsistencyCheck
 from unisono.engine.shared.update_progress import UpdateProgress
 from unisono.engine.shared.update_protection import UpdateProtection
 from unisono.engine.staged import SharedParameterCopies, StagedEngine
@@ -264,6 +266,8 @@ def make_trainer():
     model = classifier()
     optimizer = optimizer_of(model)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)
+    if ASKED.get("kind") == "bare":
+        common["scheduler_interval"] = "epoch"
     return {"": model}, [optimizer], unisono.Trainer(model, optimizer, scheduler=decay, **common)
 
 
@@ -276,6 +280,15 @@ def deal(data):
         datasets = {"labelled": data, "more": Noisy(40)}
         return trainer.batches(datasets, batch_size={"labelled": 32, "more": 16}, workers=workers)
     return trainer.batches(data, batch_size=32, workers=workers)
+
+
+def train_bare(data, held_out):
+    """Change a number after each step, and make no call between the last one of an epoch and the next epoch."""
+    for _ in trainer.epochs(2):
+        for batch in deal(data):
+            diary.add(trainer.step(loss, batch))
+            optimizers[0].param_groups[0]["weight_decay"] *= 0.9
+    return float(trainer.evaluate(accuracy, held_out, name="final"))
 
 
 def train(data, held_out):
@@ -339,7 +352,29 @@ def light_fuses():
             threading.Thread(target=explode_later, args=(delay_s,), daemon=True).start()
 
 
+class ComparedGroup:
+    """A process group whose sends are places to die at."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def send(self, tensors, peer, tag):
+        at("before number", [trainer.steps_done if "trainer" in globals() else None, peer])
+        return self.group.send(tensors, peer, tag)
+
+
+def compare_by(check, world, init=GroupConsistencyCheck.__init__):
+    init(check, world)
+    check._group = ComparedGroup(check._group)
+
+
 surround(RankLink, "arm", number=lambda *_, **__: 0)
+GroupConsistencyCheck.__init__ = compare_by
+if ASKED.get("apart"):  # as on hosts of their own
+    selection.host_id = lambda **_: str(RANK)
 make_group()
 models, optimizers, trainer = make_trainer()
 (FOLDER / f"armed.{RANK}").touch()
@@ -369,7 +404,7 @@ with unisono.main_first():  # as for files that rank 0 downloads
     at("turn")
     # To a model that is cut, each number of samples of a virtual rank is another path.
     data, test = Noisy(160), Noisy(64 if "stages" in ASKED else 60)
-came_to = fit(data, test) if ASKED.get("kind") == "fit" else train(data, test)
+came_to = {"fit": fit, "bare": train_bare}.get(ASKED.get("kind"), train)(data, test)
 weights = digest({name: dict(model.state_dict()) for name, model in models.items()})
 rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
 print(trainer.digest(), weights, came_to, diary.state_dict(), rates, flush=True)

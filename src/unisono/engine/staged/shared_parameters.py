@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.freed_wait import wait_for_message
 from unisono.engine.staged.stage_map import StageMap
 from unisono.engine.staged.stage_ranks import StageRanks
 
@@ -60,7 +61,7 @@ class SharedParameterCopies:
         if not operations:
             return
         for work in dist.batch_isend_irecv(operations):  # at once: over NCCL, two ranks that send first wait for ever
-            work.wait()
+            wait_for_message(work)
         with torch.no_grad():
             for parameter, memory in received:
                 parameter.copy_(memory)

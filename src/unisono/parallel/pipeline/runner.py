@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.activity import Observed, Wait
+from unisono.collectives.freed_wait import wait_for_message
 from unisono.parallel.pipeline.messages import Message, MessageLayout
 from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.plan_cache import PlanCache
@@ -86,7 +87,7 @@ class _StageTransfer(NamedTuple):
                 self.work.wait()
             else:
                 with Observed(self.wait):
-                    self.work.wait()
+                    wait_for_message(self.work)
         return self.memory
 
 
