@@ -34,7 +34,6 @@ from unisono.launch.limits import check_open_files
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
-from unisono.launch.shutdown import Shutdown
 from unisono.launch.signals import describe_signal, signals_as_bytes
 from unisono.memory import read_counters
 
@@ -277,8 +276,7 @@ class _Agent:
 
     def _on_signal(self, signals: int) -> None:
         for signum in os.read(signals, 1):
-            if self._shutdown.state is not None or self._attempts.generation is None:
-                shutdown = self._shutdown.state or Shutdown(code=128 + signum)
+            if (shutdown := self._shutdown.state) is not None:
                 if self._hosts is not None and self._hosts.restarting.is_under_way:
                     shutdown = replace(shutdown, code=128 + signum)  # without the signal, there would be another start
                 # After a failure too: then there is no restart.

@@ -53,10 +53,11 @@ class JobShutdown:
 
     def begin(self, shutdown: Shutdown, signum: int, ranks: Iterable[int]) -> None:
         """Ask ranks to end by a signal."""
-        self.state = replace(shutdown, begins_s=None, deadline_s=time.monotonic() + self._job.shutdown_timeout_s)
+        # Where there are none, the fork server is killed once other hosts have been told why.
+        limit_s = 0.0 if self._generation is None else self._job.shutdown_timeout_s
+        self.state = replace(shutdown, begins_s=None, deadline_s=time.monotonic() + limit_s)
         self._end_spares()
         if self._generation is None:
-            self._server.kill()
             return
         self._generation.ends(failed=shutdown.failed or shutdown.host_lost)
         self._server.resume()
