@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.activity import Observed, Wait
 from unisono.collectives.framing import (
     ENVELOPE_NBYTES,
     Envelope,
@@ -145,11 +146,11 @@ def gather(group: Group, call: str, sent: Outgoing, dst: int, *, of: str = "") -
             run_collective(dist.gather, own_part, padded, dst=group.ranks[dst], group=group.process_group)
             rests = list(padded or rests)
         elif not at_dst and own is not None:
-            _send(group, own, dst, TAG)
+            _send_part(group, own, dst)
         elif at_dst:
             for index, size in enumerate(sizes):
                 if size:
-                    rests[index] = _recv(group, size, index, TAG, device)
+                    rests[index] = _recv_part(group, size, index, device)
     return _all_received(group, envelopes, rests, sent) if at_dst else None
 
 
@@ -207,9 +208,9 @@ def scatter(
     elif envelopes is not None and sent is not None and not isinstance(sent, FailedSend):
         for index, (its, payload) in enumerate(zip(envelopes, sent, strict=True)):
             if index != src and (part := _rest(its, payload, device)) is not None:
-                _send(group, part, index, TAG)
+                _send_part(group, part, index)
     elif envelope.rest_nbytes:
-        rest = _recv(group, envelope.rest_nbytes, src, TAG, device)
+        rest = _recv_part(group, envelope.rest_nbytes, src, device)
     return read_payload(envelope, rest, own, group.rank == src)
 
 
@@ -323,15 +324,31 @@ def _padded(rest: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
 
 
 def _send(group: Group, tensor: Tensor, dst: int, tag: int) -> None:
-    if (work := dist.isend(tensor, group.ranks[dst], group=group.process_group, tag=tag)) is not None:
-        wait_for_message(work)
+    dist.send(tensor, group.ranks[dst], group=group.process_group, tag=tag)
 
 
 def _recv(group: Group, nbytes: int, src: int, tag: int, device: torch.device) -> Tensor:
     tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    if (work := dist.irecv(tensor, group.ranks[src], group=group.process_group, tag=tag)) is not None:
-        wait_for_message(work)
+    dist.recv(tensor, group.ranks[src], group=group.process_group, tag=tag)
     return tensor
+
+
+def _send_part(group: Group, tensor: Tensor, dst: int) -> None:
+    """Send a message that is part of a collective."""
+    _wait(group, dist.isend(tensor, group.ranks[dst], group=group.process_group, tag=TAG), "send", dst)
+
+
+def _recv_part(group: Group, nbytes: int, src: int, device: torch.device) -> Tensor:
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    _wait(group, dist.irecv(tensor, group.ranks[src], group=group.process_group, tag=TAG), "recv", src)
+    return tensor
+
+
+def _wait(group: Group, work: dist.Work | None, name: str, other: int) -> None:
+    assert work is not None  # this rank is in the group
+    assert group.process_group is not None
+    with Observed(Wait(name, group.process_group.group_name, group.size, 0, group.ranks[other])):
+        wait_for_message(work)
 
 
 def _empty(nbytes: int, group: Group) -> Tensor:
