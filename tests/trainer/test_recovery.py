@@ -151,6 +151,20 @@ def test_deaths_in_the_midst_of_large_messages_change_no_bit(train):
     assert found.new == {0, 1}
 
 
+@pytest.mark.parametrize(
+    ("rank", "delay_s"),
+    [
+        (0, 0.05),
+        *(pytest.param(rank, d, marks=pytest.mark.soak) for rank in (0, 1, 2) for d in (0.0, 0.02, 0.04, 0.06)),
+    ],
+)
+def test_a_death_while_a_large_state_is_sent_changes_no_bit(train, rank, delay_s):
+    """Rank 0 sends 130 MB to the others of a recovery; it dies meanwhile, or one that receives them."""
+    deaths = [(1, "loss", 2, KILL), (rank, "before send_state", None, f"soon {delay_s}")]
+    found = train(3, *deaths, engine="collective", backend="gloo", width=400_000, epochs=1)
+    assert found.new == {1, rank}
+
+
 def test_deaths_while_rank_0_runs_a_block_first_change_no_bit(train):
     """Of one that waits, of the rank that the others wait for, and of two in the block after rank 0.
 

@@ -1,9 +1,9 @@
 """Trains, and dies at the places that it is told: `recovering.py JSON`. Each rank prints what it has come to.
 
 A death is [rank, place, number, how]: the rank, or -1 for any; a name given to `at`, and the number there, or null for
-the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, "kill 2" for one of rank 2, "error", or
-for no death "scale 4", a change to 4 ranks, which comes after the next step, or "late 0.5", a sleep in seconds. Each
-happens once in a run, whatever process comes there.
+the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, "kill 2" for one of rank 2, "error",
+"soon 0.5" for a SIGKILL after these seconds, or for no death "scale 4", a change to 4 ranks, which comes after the next
+step, or "late 0.5", a sleep in seconds. Each happens once in a run, whatever process comes there.
 """
 
 import json
@@ -60,6 +60,9 @@ def at(place, number=None):
             continue
         if how.startswith("late "):
             time.sleep(float(how.removeprefix("late ")))
+            continue
+        if how.startswith("soon "):
+            threading.Thread(target=explode_later, args=(float(how.removeprefix("soon ")),), daemon=True).start()
             continue
         if how.startswith("scale "):
             scale(int(how.removeprefix("scale ")), FOLDER / f"asked{i}")
