@@ -61,11 +61,7 @@ class Recoverable(Protocol):
         """Release the process group."""
 
     def alone(self, call: Callable[[], T]) -> T:
-        """Return the result of a call that this rank makes for itself, after `disconnect`.
-
-        Raises:
-            PeerError: That is not possible.
-        """
+        """Return the result of a call that this rank makes for itself, between `disconnect` and `connect`."""
 
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""

@@ -392,7 +392,11 @@ class Recovery:
             self.refuse(obstacle)
             raise PeerError(f"no rank can be replaced alone: {obstacle}")
         if missed is not None and alone is not None:
-            missed = missed._replace(result=run.alone(alone))
+            self._within = True
+            try:
+                missed = missed._replace(result=run.alone(alone))
+            finally:
+                self._within = False
         rejoin(store)
         guard_group(self._is_guarded)
         run.connect()
