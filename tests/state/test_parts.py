@@ -1,6 +1,7 @@
 """Checkpoints that several processes write, each a part, and of which parts are read."""
 
 import os
+import random
 import signal
 import time
 
@@ -10,8 +11,8 @@ from checkpoint_contents import assert_equal, flip
 from safetensors.torch import load_file
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
-from unisono.state.part_plan import Claim, plan_parts
-from unisono.state.part_writing import FileRange, PartWriter
+from unisono.state.part_plan import Claim, even_claims, plan_parts
+from unisono.state.part_writing import FileRange, PartsError, PartWriter, await_parts
 from unisono.state.tensor_file import TensorFile, TensorRange
 
 CUT = 400_000
@@ -79,7 +80,7 @@ def write(store, others, step=1):
 
 
 def write_own(rank, writer):
-    writer.write(ranges(rank), {"model.safetensors": plan().layout.nbytes})
+    writer.write(ranges(rank), {"model.safetensors": plan().layout})
 
 
 @pytest.fixture
@@ -165,7 +166,7 @@ def write_on(rank, writer):
 
 
 def leave_out(rank, writer):
-    writer.write(ranges(rank)[:-1] if rank == 1 else ranges(rank), {"model.safetensors": plan().layout.nbytes})
+    writer.write(ranges(rank)[:-1] if rank == 1 else ranges(rank), {"model.safetensors": plan().layout})
 
 
 @pytest.mark.parametrize(
@@ -190,6 +191,47 @@ def test_a_checkpoint_with_a_part_that_is_not_there_is_not_there(store, others, 
 def test_a_writer_without_the_folder_says_so(tmp_path):
     with pytest.raises(FileNotFoundError):
         PartWriter(tmp_path / "elsewhere", 1)
+
+
+def test_a_rank_that_has_not_begun_is_given_up_and_one_that_writes_is_not(tmp_path):
+    files = {"model.safetensors": plan().layout}
+    asked = []
+
+    def gives_up(is_begun):
+        asked.append(is_begun)
+        if is_begun and len(asked) > 2:
+            writer.write(ranges(0), files)  # the part comes at last
+        return not is_begun
+
+    writer = PartWriter(tmp_path, 0)
+    with pytest.raises(PartsError, match="rank 1 had not written its part when a rank was lost"):
+        await_parts(tmp_path, [0, 1], files, gives_up=gives_up)
+    assert asked == [True, True, True, False]
+
+
+def test_a_rank_with_other_tensors_is_refused(tmp_path):
+    other = plan_parts(
+        "model", {**tensors(), "z": torch.empty(1)}, {}, [[Claim("z", 0, 1), *claims(0)], *map(claims, (1, 2))]
+    )
+    PartWriter(tmp_path, 1).write(ranges(1), {"model.safetensors": other.layout})
+    with pytest.raises(PartsError, match=r"rank 1 has other tensors than rank 0 for model\.safetensors"):
+        await_parts(tmp_path, [1], {"model.safetensors": plan().layout})
+
+
+def test_even_parts_are_all_elements_once_and_differ_by_less_than_an_element_of_each_end():
+    draw = random.Random(3)
+    for _ in range(200):
+        dtypes = [
+            draw.choice([torch.float32, torch.float64, torch.int8, torch.bfloat16]) for _ in range(draw.randrange(6))
+        ]
+        forms = {f"t{i}": torch.empty(draw.choice([0, 1, 5, 1000]), dtype=dtype) for i, dtype in enumerate(dtypes)}
+        parts = draw.randrange(1, 6)
+        found = even_claims(forms, parts)
+        spans = [(claim.name, i) for own in found for claim in own for i in range(claim.start, claim.stop)]
+        assert spans == [(name, i) for name, form in forms.items() for i in range(form.numel())]
+        sizes = [sum((c.stop - c.start) * forms[c.name].element_size() for c in own) for own in found]
+        total = sum(form.numel() * form.element_size() for form in forms.values())
+        assert len(sizes) == parts and all(abs(size - total / parts) < 9 for size in sizes)
 
 
 def test_ranges_without_an_owner_are_refused():

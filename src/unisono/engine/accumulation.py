@@ -18,7 +18,7 @@ from unisono.engine.gradient_hooks import on_gradient
 from unisono.engine.node_sums import Gradients, NodeSum, add, add_one, take
 from unisono.engine.sparse_tables import TableSums
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import TotalsRow, add_rows, row_of
+from unisono.engine.totals import NOTHING, TotalsRow, Wants, add_rows, row_of
 from unisono.engine.tree_all_reduce import NodeLayout, NodeLayouts
 from unisono.errors import LossError
 
@@ -63,10 +63,10 @@ class GradientAccumulation(ABC):
         *,
         new_buffers: bool,
         has_values: bool = False,
-        wants_resize: bool = False,
+        wants: Wants = NOTHING,
     ) -> None:
         """Add a leaf's totals; if it is this rank's last leaf, let hooks take its gradients; see `Engine`."""
-        row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize)
+        row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
         self._totals[self._node_of(leaf)].push(leaf, row)
         self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
 

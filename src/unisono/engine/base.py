@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import Totals
+from unisono.engine.totals import NOTHING, Totals, Wants
 from unisono.errors import LossError
 
 __all__ = ["Engine", "Preparation", "Trained", "refuse_sparse"]
@@ -61,7 +61,7 @@ class Engine(Protocol):
         *,
         new_buffers: bool,
         has_values: bool = False,
-        wants_resize: bool = False,
+        wants: Wants = NOTHING,
     ) -> None:
         """Add the totals of a leaf, just before its last backward.
 
@@ -71,7 +71,7 @@ class Engine(Protocol):
             weight: The sum of its weights.
             new_buffers: True if it changed a buffer that no earlier step had changed.
             has_values: True if the loss function gave further values for it.
-            wants_resize: True if this rank knows that the number of ranks is to change.
+            wants: What this rank wants to be done after the step.
         """
 
     def close_leaf(self, leaf: int) -> None:

@@ -29,7 +29,7 @@ from unisono.engine.optimizer_hooks import is_hooked
 from unisono.engine.row_exchange import RowExchange
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, owners_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import COUNT, Totals, as_tensor, sent_to, totals_of
+from unisono.engine.totals import COUNT, NOTHING, Totals, Wants, as_tensor, sent_to, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
@@ -140,12 +140,10 @@ class CollectiveEngine(GradientAccumulation):
         *,
         new_buffers: bool,
         has_values: bool = False,
-        wants_resize: bool = False,
+        wants: Wants = NOTHING,
     ) -> None:
         """Add a leaf's totals; after this rank's last forward pass, begin the consistency check; see `Engine`."""
-        super().close_forward(
-            leaf, loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize
-        )
+        super().close_forward(leaf, loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
         if leaf == self._sums[-1].node.stop - 1:
             self._drain()  # before the last backward, which waits for the numbers of ranks that may still look rows up
             self._comparison.begin()

@@ -12,7 +12,7 @@ from unisono.engine.base import Preparation, Trained, refuse_sparse
 from unisono.engine.node_sums import NodeSum, add, drop, take
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import Totals, add_rows, numbers_of, row_of, totals_of
+from unisono.engine.totals import NOTHING, Totals, Wants, add_rows, numbers_of, row_of, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.plan import Node
@@ -33,7 +33,7 @@ class LocalEngine:
         self._leaves = 0
         self._gradients = NodeSum(Node(0, 0), add=add)
         self._totals = NodeSum(Node(0, 0), add=add_rows)
-        self._only: tuple[Tensor, float, bool, bool, bool] | None = None
+        self._only: tuple[Tensor, float, bool, bool, Wants] | None = None
         """The totals of a single leaf, with its loss still on the device."""
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
@@ -63,13 +63,13 @@ class LocalEngine:
         *,
         new_buffers: bool,
         has_values: bool = False,
-        wants_resize: bool = False,
+        wants: Wants = NOTHING,
     ) -> None:
         """Add a leaf's totals; see `Engine`."""
         if self._leaves == 1:
-            self._only = loss, weight, new_buffers, has_values, wants_resize
+            self._only = loss, weight, new_buffers, has_values, wants
         else:
-            row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize)
+            row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
             self._totals.push(leaf, row)
 
     def close_leaf(self, leaf: int) -> None:
@@ -93,8 +93,8 @@ class LocalEngine:
             self._tables.collect(self._step)
         if self._leaves == 1:
             assert self._only is not None
-            loss, weight, *flags = self._only
-            return Totals(loss.item(), weight, *flags)
+            loss, weight, new_buffers, has_values, wants = self._only
+            return Totals(loss.item(), weight, new_buffers, has_values, wants)
         for p, gradient in zip(self._trained.parameters, self._gradients.total(), strict=True):
             p.grad = gradient
         return totals_of(numbers_of(self._totals.total()))

@@ -1,7 +1,7 @@
 """The totals of a leaf: its loss, its weight and whether a new buffer changed; and their summation.
 
 They are summed in float32, in the order of the tree, like a gradient. They are plain numbers, rounded after each
-addition as torch would round them: a tensor of six numbers costs ten times as much. A loss on another device than the
+addition as torch would round them: a tensor of seven numbers costs ten times as much. A loss on another device than the
 CPU stays there, and the host does not wait for it.
 """
 
@@ -17,8 +17,10 @@ from torch import Tensor
 
 __all__ = [
     "COUNT",
+    "NOTHING",
     "Totals",
     "TotalsRow",
+    "Wants",
     "add_rows",
     "as_tensor",
     "numbers_of",
@@ -28,9 +30,9 @@ __all__ = [
     "totals_of",
 ]
 
-COUNT = 6
+COUNT = 7
 """Numbers in a row: the loss, the high and low parts of the weight; and how many leaves changed a new buffer, have
-further values, and belong to a rank that knows of another number of ranks."""
+further values, and belong to a rank that wants another number of ranks, or a checkpoint."""
 
 # A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
 _WEIGHT_BASE = 4096.0
@@ -46,6 +48,18 @@ class _DeviceRow(NamedTuple):
 TotalsRow: TypeAlias = "array[float] | _DeviceRow"
 
 
+class Wants(NamedTuple):
+    """What is to be done after a step by all ranks, though one rank alone may know it before."""
+
+    resize: bool = False
+    """True to change the number of ranks."""
+    save: bool = False
+    """True to write a checkpoint."""
+
+
+NOTHING = Wants()
+
+
 class Totals(NamedTuple):
     """Sums over all leaves of a step, in tree order: equal on all ranks and on any number of them."""
 
@@ -57,19 +71,39 @@ class Totals(NamedTuple):
     """True if a leaf changed a buffer that no earlier step had changed."""
     has_values: bool = False
     """True if the loss function gave further values for some leaf."""
-    wants_resize: bool = False
-    """True if a rank with a leaf knows that the number of ranks is to change."""
+    wants: Wants = NOTHING
+    """What a rank with a leaf wants to be done after the step."""
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """All that are true or false, for `of`."""
+        return self.new_buffers, self.has_values, *self.wants
+
+    @classmethod
+    def of(cls, loss: float, weight: float, counts: Iterable[float]) -> Totals:
+        """Return totals of which each flag is true that is counted at least once.
+
+        >>> Totals.of(0.5, 4.0, [0, 1, 0, 2]).flags
+        (False, True, False, True)
+        """
+        new_buffers, has_values, *wants = (count > 0 for count in counts)
+        return cls(loss, weight, new_buffers, has_values, Wants(*wants))
 
 
 def row_of(
-    loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False, wants_resize: bool = False
+    loss: Tensor,
+    weight: float,
+    *,
+    new_buffers: bool,
+    has_values: bool = False,
+    wants: Wants = NOTHING,
 ) -> TotalsRow:
     """Return a leaf's totals as a row."""
     high = float(weight // _WEIGHT_BASE)
     low = weight - high * _WEIGHT_BASE
     if loss.device.type == "cpu":
-        return array("f", (loss.item(), high, low, new_buffers, has_values, wants_resize))
-    return _DeviceRow(loss.detach(), array("f", (high, low, new_buffers, has_values, wants_resize)))
+        return array("f", (loss.item(), high, low, new_buffers, has_values, *wants))
+    return _DeviceRow(loss.detach(), array("f", (high, low, new_buffers, has_values, *wants)))
 
 
 def sent_to(device: torch.device, numbers: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
@@ -107,5 +141,5 @@ def numbers_of(row: TotalsRow) -> list[float]:
 
 def totals_of(row: Iterable[float]) -> Totals:
     """Return the totals from a sum of rows."""
-    loss, high, low, new_buffers, has_values, wants_resize = row
-    return Totals(loss, high * _WEIGHT_BASE + low, new_buffers > 0, has_values > 0, wants_resize > 0)
+    loss, high, low, *counts = row
+    return Totals.of(loss, high * _WEIGHT_BASE + low, counts)

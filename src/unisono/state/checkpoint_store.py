@@ -20,7 +20,7 @@ import builtins  # inside CheckpointStore, `list` is its method
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,17 +182,18 @@ class CheckpointStore:
                 base.path = path / (base_name(group) + SUFFIX)
                 base.spent += entry.nbytes
 
-    def begin_parts(self, step: int, *, tag: str | None = None) -> CheckpointWork:
+    def begin_parts(self, step: int, *, tag: str | None = None, mark: str | None = None) -> CheckpointWork:
         """Begin a checkpoint that several ranks write, on rank 0. The call after it is `write_parts`.
 
         Args:
             step: The number of steps done.
             tag: See `write`.
+            mark: What the others know of the folder's name: see `temporary_path`.
 
         Raises:
             CheckpointError: Its folder cannot be made.
         """
-        work = CheckpointWork(self.folder, step, tag)
+        work = CheckpointWork(self.folder, step, tag, mark=mark)
         try:
             work.begin()
         except OSError as error:
@@ -208,8 +209,10 @@ class CheckpointStore:
         plans: Mapping[str, PartPlan],
         groups: Mapping[str, Mapping[str, Tensor]],
         document: Json,
+        ranks: Sequence[int] | None = None,
+        gives_up: Callable[[bool], bool] = lambda _is_begun: False,
     ) -> CheckpointInfo:
-        """Write the part of rank 0, wait for those of all ranks, and return when the checkpoint is safe on the disk.
+        """Write the part of rank 0, wait for those of others, and return when the checkpoint is safe on the disk.
 
         Not a collective: it waits for files. Memory: none.
 
@@ -220,11 +223,14 @@ class CheckpointStore:
             plans: The plan of each group that ranks have parts of.
             groups: The groups that this rank writes alone.
             document: Everything else.
+            ranks: Those that write, in the order of the plans. None: all.
+            gives_up: See `await_parts`.
 
         Raises:
-            CheckpointError: See `write`; also if another rank could not write its part, or has died.
+            CheckpointError: See `write`; also, caused by PartsError, if another rank could not write its part, or has
+                died.
         """
-        files = {group + SUFFIX: plan.layout.nbytes for group, plan in plans.items()}
+        files = {group + SUFFIX: plan.layout for group, plan in plans.items()}
         described: dict[str, Json] = {group: plan.layout.described for group, plan in plans.items()}
         try:
             text = to_json(document)
@@ -234,11 +240,16 @@ class CheckpointStore:
                 pieces, described[group] = plan_file(tensors, group)
                 work.needed += nbytes_of(pieces)
                 own.append(write_file(work.path / (group + SUFFIX), pieces))
-            work.doing, work.needed = f"writing {STATE}", work.needed + len(text) + sum(files.values())
+            work.doing, work.needed = (
+                f"writing {STATE}",
+                work.needed + len(text) + sum(each.nbytes for each in files.values()),
+            )
             own.append(write_file(work.path / STATE, [text]))
             work.doing = "writing the parts of ranks"
             writer.write(ranges, files)
-            entries = await_parts(work.path, len(next(iter(plans.values())).starts), files)
+            if ranks is None:
+                ranks = range(len(next(iter(plans.values())).starts))
+            entries = await_parts(work.path, ranks, files, gives_up=gives_up)
             path, nbytes = work.commit([*entries, *own], described)
         except OSError as error:
             raise work.explained(error) from error

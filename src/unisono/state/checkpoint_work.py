@@ -31,14 +31,15 @@ class CheckpointWork:
         step: The number of steps done.
         tag: See `CheckpointStore.write`.
         needed: The bytes that are written, for messages.
+        mark: See `temporary_path`.
     """
 
-    def __init__(self, folder: Path, step: int, tag: str | None, *, needed: int = 0) -> None:
+    def __init__(self, folder: Path, step: int, tag: str | None, *, needed: int = 0, mark: str | None = None) -> None:
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
         self._folder, self.step, self._tag, self.needed = folder, step, tag, needed
         self._final = folder / (step_folder(step) if tag is None else f"tag-{tag}")
-        self.path = temporary_path(self._final)
+        self.path = temporary_path(self._final, mark=mark)
         """The folder to write into."""
         self.doing = "creating the folder"
         """The work under way, for messages."""

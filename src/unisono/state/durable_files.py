@@ -146,7 +146,8 @@ def locked(path: Path) -> Iterator[None]:
     A process id would not do: containers reuse it at each start.
     """
     run_in_children(_release_all)
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    # NFS locks no file for writing that is open for reading alone; a folder can only be opened for that.
+    handle = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR) | os.O_CLOEXEC)
     _held.add(handle)
     try:
         with suppress(OSError):  # no locks on this file system: `clean` then assumes that there is one writer
@@ -159,7 +160,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def is_locked(path: Path) -> bool:
     """Return True if a process holds the lock of a folder or a file."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,6 +1,6 @@
 """Which rank writes which bytes of a file of tensors, where several ranks have parts of them. Pure.
 
-All ranks compute the plan from what each of them has. Start reading at `plan_parts`.
+All ranks compute the plan from what each of them has, or share out what all have. Start reading at `plan_parts`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono.errors import CheckpointError
 from unisono.state.safetensors_format import FileLayout, lay_out
 
-__all__ = ["Claim", "PartPlan", "plan_parts"]
+__all__ = ["Claim", "PartPlan", "even_claims", "plan_parts"]
 
 
 class Claim(NamedTuple):
@@ -30,6 +30,32 @@ class PartPlan(NamedTuple):
     layout: FileLayout
     starts: list[dict[Claim, int]]
     """For each rank, where in the file each of its ranges begins."""
+
+
+def even_claims(forms: Mapping[str, Tensor], parts: int) -> list[list[Claim]]:
+    """Divide tensors that every rank has into parts that follow each other and have about equally many bytes.
+
+    Args:
+        forms: A tensor of the dtype and shape of each one, by name; it needs no values.
+        parts: The number of parts.
+
+    >>> import torch
+    >>> even_claims({"w": torch.empty(3, device="meta"), "b": torch.empty(1, device="meta")}, 2)
+    [[Claim(name='w', start=0, stop=2)], [Claim(name='w', start=2, stop=3), Claim(name='b', start=0, stop=1)]]
+    """
+    total = sum(form.numel() * form.element_size() for form in forms.values())
+    ends = [total * part // parts for part in range(1, parts + 1)]
+    claims: list[list[Claim]] = [[] for _ in ends]
+    before = 0
+    for name, form in forms.items():
+        first, width = 0, form.element_size()
+        for own, end in zip(claims, ends, strict=True):
+            stop = min(form.numel(), -((before - end) // width))  # the first element that begins at the end or after it
+            if stop > first:
+                own.append(Claim(name, first, stop))
+                first = stop
+        before += form.numel() * width
+    return claims
 
 
 def plan_parts(

@@ -2,17 +2,19 @@
 
 Ranks talk by files in the folder that is written, so a thread can write while training uses the collectives. Each rank
 holds a lock there as long as it writes, and leaves a report at the end: the hashes of what it has written, or an error.
-A rank whose lock is free and that has left no report has died. Start reading at `PartWriter` and `await_parts`.
+A rank whose lock is free and that has left no report has died; one without a lock has not come yet. Start reading at
+`PartWriter` and `await_parts`.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -23,12 +25,16 @@ from unisono.errors import CheckpointError
 from unisono.state.digest import exact, memory
 from unisono.state.durable_files import locked
 from unisono.state.regions import FileEntry, Region, RegionHashes, chunks, region_nbytes
+from unisono.state.safetensors_format import FileLayout
 
 __all__ = ["FileRange", "PartWriter", "PartsError", "await_parts", "is_begun_by"]
 
-_POLL_S = 0.02
+POLL_S = 0.02
+"""Seconds between two looks at what others have done."""
 _PATIENCE_S = 60.0
-"""Seconds for which a process that ends otherwise waits for the parts of others."""
+"""Seconds for which rank 0 waits for a rank to begin, and a process that ends otherwise for what others have begun."""
+_BEGINNING_S = 3.0
+"""Seconds for which a process that ends otherwise waits for a rank to begin."""
 
 
 class FileRange(NamedTuple):
@@ -59,19 +65,24 @@ class PartWriter:
         self._work, self._rank = work, rank
         self._lock = ExitStack()
         path = _lock_path(work, rank)
-        path.touch(exist_ok=False)
-        self._lock.enter_context(locked(path))
+        new = path.with_suffix(".new")
+        new.touch(exist_ok=False)
+        self._lock.enter_context(locked(new))
+        new.rename(path)  # so that nobody sees the lock while it is free
 
-    def write(self, ranges: Sequence[FileRange], nbytes: dict[str, int]) -> None:
+    def write(self, ranges: Sequence[FileRange], files: Mapping[str, FileLayout]) -> None:
         """Write and flush ranges of files, and report. An error is reported, too, and not raised.
 
         Args:
             ranges: The ranges. They do not overlap.
-            nbytes: The size of each file.
+            files: The layout of each file.
         """
         try:
             try:
-                content: object = {name: self._write_file(name, ranges, size) for name, size in nbytes.items()}
+                content: object = {
+                    name: [_mark_of(layout), self._write_file(name, ranges, layout.nbytes)]
+                    for name, layout in files.items()
+                }
             except OSError as error:
                 content = f"[Errno {error.errno}] {error.strerror}"
             # The folder is gone if rank 0 has given up.
@@ -114,29 +125,41 @@ def is_begun_by(work: Path, ranks: int) -> bool:
     return all(_lock_path(work, rank).exists() for rank in range(ranks))
 
 
-def await_parts(work: Path, ranks: int, nbytes: dict[str, int]) -> list[FileEntry]:
+def await_parts(
+    work: Path,
+    ranks: Sequence[int],
+    files: Mapping[str, FileLayout],
+    *,
+    gives_up: Callable[[bool], bool] = lambda _is_begun: False,
+) -> list[FileEntry]:
     """Wait until all ranks have written their parts, and return the entries of the files.
 
-    It ends soon after a rank has died, and a minute after the program of this process has ended otherwise.
+    It ends soon after a rank has died; otherwise a minute after it began to wait for one that has not begun to write,
+    or three seconds after the program of this process has ended, and a minute after that in any case.
 
     Args:
         work: The folder of the checkpoint that is written.
-        ranks: The number of ranks.
-        nbytes: The size of each file.
+        ranks: The ranks that write.
+        files: The layout of each file.
+        gives_up: Returns True to wait no longer for a rank that has begun to write, or that has not. Called in this
+            thread.
 
     Raises:
         PartsError: A rank could not write its part, or has died; or parts are missing.
     """
-    regions: dict[str, list[Region]] = {name: [] for name in nbytes}
-    has_ended = _ended_program()
-    for rank in range(ranks):
-        content = _await_report(work, rank, has_ended)
+    regions: dict[str, list[Region]] = {name: [] for name in files}
+    wait = _Waiting(work, gives_up)
+    for rank in ranks:
+        content = wait.for_report(rank)
         if isinstance(content, str):
             raise PartsError(f"rank {rank} could not write its part: {content}")
-        for name, own in content.items():
+        for name, layout in files.items():
+            mark, own = content[name]
+            if mark != _mark_of(layout):
+                raise PartsError(f"rank {rank} has other tensors than rank 0 for {name}")
             regions[name] += [Region(start, stop, sha256, rank) for start, stop, sha256 in own]
     entries = []
-    for name, size in nbytes.items():
+    for name, size in ((name, layout.nbytes) for name, layout in files.items()):
         found = sorted(regions[name], key=lambda each: each.start)
         reached = 0
         for each in found:
@@ -149,43 +172,64 @@ def await_parts(work: Path, ranks: int, nbytes: dict[str, int]) -> list[FileEntr
                 f"the parts of {name} end at {reached:,} and the file has {on_disk:,} bytes, expected {size:,}"
             )
         entries.append(FileEntry(name=name, nbytes=size, regions=tuple(found)))
-    for rank in range(ranks):
+    for rank in ranks:
         for path in (_lock_path(work, rank), _report_path(work, rank)):
             path.unlink(missing_ok=True)
     return entries
 
 
-def _await_report(work: Path, rank: int, has_ended: Callable[[], bool]) -> str | dict[str, list[tuple[int, int, str]]]:
-    while True:
-        is_free = _is_free(_lock_path(work, rank))  # before the report is looked for: it comes before the lock is free
-        with suppress(FileNotFoundError):
-            found: str | dict[str, list[tuple[int, int, str]]] = json.loads(_report_path(work, rank).read_bytes())
-            return found
-        if is_free:
-            raise PartsError(f"rank {rank} ended before it had written its part")
-        if has_ended():
-            raise PartsError(f"rank {rank} has not written its part within {_PATIENCE_S:.0f} s of the program's end")
-        time.sleep(_POLL_S)
+class _Waiting:
+    """Waits for the reports of ranks.
 
+    Args:
+        work: The folder of the checkpoint that is written.
+        gives_up: See `await_parts`.
+    """
 
-def _ended_program() -> Callable[[], bool]:
-    """Return a function that is True a minute after the main thread has ended."""
-    ended_s: float | None = None
+    def __init__(self, work: Path, gives_up: Callable[[bool], bool]) -> None:
+        self._work, self._gives_up = work, gives_up
+        self._began_s = time.monotonic()
+        self._ended_s: float | None = None
+        """When the program of this process was first seen to have ended."""
 
-    def has_ended() -> bool:
-        nonlocal ended_s
+    def for_report(self, rank: int) -> str | dict[str, tuple[str, list[tuple[int, int, str]]]]:
+        """Return the report of a rank.
+
+        Raises:
+            PartsError: There will be none.
+        """
+        lock, report = _lock_path(self._work, rank), _report_path(self._work, rank)
+        while True:
+            # A network file system answers from its cache where a name is looked up that was not there.
+            is_begun = lock in self._work.iterdir()
+            is_free = is_begun and _is_free(lock)  # before the report is looked for: it comes before the lock is free
+            with suppress(FileNotFoundError):
+                found: str | dict[str, tuple[str, list[tuple[int, int, str]]]] = json.loads(report.read_bytes())
+                return found
+            if is_free:
+                raise PartsError(f"rank {rank} ended before it had written its part")
+            if self._gives_up(is_begun):
+                raise PartsError(f"rank {rank} had not written its part when a rank was lost")
+            if not is_begun and time.monotonic() - self._began_s > _PATIENCE_S:
+                raise PartsError(f"rank {rank} has not begun to write its part within {_PATIENCE_S:.0f} s")
+            patience_s = _PATIENCE_S if is_begun else _BEGINNING_S
+            if self._since_end() > patience_s:
+                raise PartsError(f"rank {rank} had not written its part {patience_s:.0f} s after the program's end")
+            time.sleep(POLL_S)
+
+    def _since_end(self) -> float:
+        """Return the seconds since the main thread was first seen to have ended."""
         if threading.main_thread().is_alive():
-            return False
-        ended_s = time.monotonic() if ended_s is None else ended_s
-        return time.monotonic() - ended_s > _PATIENCE_S
-
-    return has_ended
+            return 0.0
+        if self._ended_s is None:
+            self._ended_s = time.monotonic()
+        return time.monotonic() - self._ended_s
 
 
 def _is_free(path: Path) -> bool:
     """Return True if no process holds the lock of a file, or that is gone; False if the file system has no locks."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks no file for writing that is open for reading alone
     except FileNotFoundError:
         return True
     try:
@@ -196,6 +240,11 @@ def _is_free(path: Path) -> bool:
         return True
     finally:
         os.close(handle)
+
+
+def _mark_of(layout: FileLayout) -> str:
+    """Return a hash of what a file holds, beside the values."""
+    return hashlib.sha256(layout.header).hexdigest()
 
 
 def _write_report(work: Path, rank: int, content: object) -> None:

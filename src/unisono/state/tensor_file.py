@@ -71,6 +71,8 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}. Check the path and its rights.") from error
         self._stored, notes = head
+        self.stored = [*self._stored]
+        """The names of the tensors in the order of their bytes. Those of tied ones are in `forms` alone."""
         forms = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in self._stored.items()}
         owners = {name: name for name in self._stored}
         if described is not None:

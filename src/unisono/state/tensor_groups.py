@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from unisono.plan.alignment import WIRE_NBYTES, align_up
 from unisono.plan.bucketing import Item, group_by_size
 from unisono.state.codec import decode_dtype
 
-__all__ = ["TensorGroups", "broadcast_groups"]
+__all__ = ["TensorGroups", "broadcast_groups", "exchange_parts"]
 
 TensorGroups = dict[str, dict[str, Tensor]]
 """Tensors by group and name, such as "model" and "layer.weight"."""
@@ -88,6 +88,21 @@ def broadcast_groups(
         group: {name: received[group][owner] for name, owner, *_ in table if owner in received.get(group, {})}
         for group, table in head["tensors"].items()
     }
+
+
+def exchange_parts(world: World, parts: Sequence[Sequence[Tensor]]) -> None:
+    """Overwrite tensors on every rank with those of the rank that has their values. Every rank must call it.
+
+    Memory: a message of up to 1 MB. Traffic: a broadcast of each large tensor and of each message.
+
+    Args:
+        world: The ranks.
+        parts: For each rank, the contiguous tensors on the CPU that it has; of the same types and sizes on all ranks.
+    """
+    for source, tensors in enumerate(parts):
+        sizes = [Item(align_up(tensor.numel() * tensor.element_size(), WIRE_NBYTES)) for tensor in tensors]
+        for numbers in group_by_size(sizes, limit_nbytes=_MESSAGE_NBYTES):
+            _broadcast(world, [tensors[number] for number in numbers], source=source, is_source=world.rank == source)
 
 
 class _Sent(NamedTuple):

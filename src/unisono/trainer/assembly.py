@@ -243,6 +243,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         is_divided=isinstance(settings.parallel, Shard),
         ranks_of_replica=cut.ranks.size if isinstance(cut, CutModel) else 1,
         resizing=recovery,
+        saving=keeper.hosts,
         clock=StepClock(chosen),
         exchange=None if divided is None else divided.exchange,
     )
@@ -362,7 +363,11 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         assert not isinstance(engines, StagedEngineFactory)
         if cut is not None:
             gathering = ShardGathering(world, cut.division, subjects)
+        elif gathering is None and not apart and not policy.incremental and not tables_in(modules.values()):
+            keeper.hosts.divide(subjects)
         state = WholeState(run, select=select, engines=engines, subjects=subjects, buffers=buffers, runners=runners)
+    if position is None:
+        keeper.hosts.meet()
     return TrainerParts(
         run=run,
         settings=settings,

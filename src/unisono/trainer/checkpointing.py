@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run when they are due, and at its end.
 
 Only rank 0 uses the directory of the run (`run_directory`), so the ranks need no shared file system. If they have one,
-the ranks of a divided run write their parts there.
+the ranks of a divided run write their parts there, and so do hosts that have the whole state each (`host_parts`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +22,8 @@ from unisono.state.policy import Checkpoints, is_due
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
-from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, completion
+from unisono.trainer.host_parts import HostParts, Occasion
+from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, completion, fail
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.trainer.run_directory import RunDirectory
@@ -64,6 +65,19 @@ class Checkpointing:
         self._last_s = time.monotonic()
         self._raised: BaseException | None = None
         """The exception of a listener of the event "checkpoint", raised in the writer's thread."""
+        self.hosts = HostParts(world, None if self._directory is None else self._directory.store)
+        """Writes parts of checkpoints with other hosts, if they share the directory."""
+
+    def announce(self, total_steps: int) -> None:
+        """Let other hosts know in a step whether a checkpoint is due after it.
+
+        Args:
+            total_steps: Steps done in all after it.
+        """
+        if self._writer is not None and self.hosts.are_shared:
+            since_steps, since_s = total_steps - self._last[2], time.monotonic() - self._last_s
+            due = is_due(self._policy, steps_since=since_steps, seconds_since=since_s, epoch_ended=False)
+            self.hosts.announce(is_wanted=due)
 
     def find(self, resume: Resume, *, in_parts: bool) -> ResumedRun | None:
         """Lock the directory and return the newest good checkpoint; None without a directory.
@@ -188,18 +202,23 @@ class Checkpointing:
             BaseException: On rank 0, the exception of a listener from an earlier checkpoint; nothing is saved.
             CheckpointError, ValueError: On rank 0, see `save`.
         """
-        if self._writer is None and self._best is None:
+        by_epoch = epoch_ended and self._policy.every_epoch and place[2] > 0
+        occasion = self.hosts.asked(place, by_epoch=by_epoch)
+        if self._writer is None:
+            if occasion is not None:
+                self.hosts.offer(occasion)
             return
         if self._raised is not None:
             self._raise_for_listener()
         if self._best is not None and self._best.has_candidate:
             if self._best.needs_checkpoint(place[2]):
-                self.submit(place, capture)
+                self.submit(place, capture, occasion)
                 return
-            if self._writer is not None and not self._writer.is_writing:
+            if not self._writer.is_writing:
                 self._best.record_written()
-        if self._asks_for_one(place, epoch_ended=epoch_ended):
-            self.save(place, capture)
+        if self._asks_for_one(place, epoch_ended=epoch_ended, told=occasion is not None):
+            self._raise_for_listener()
+            self.submit(place, capture, occasion)
 
     def is_due(self, place: Place, *, epoch_ended: bool) -> bool:
         """Return True if `save_if_due` would save on this rank."""
@@ -209,39 +228,66 @@ class Checkpointing:
             return True
         return self._asks_for_one(place, epoch_ended=epoch_ended)
 
-    def _asks_for_one(self, place: Place, *, epoch_ended: bool) -> bool:
-        """Return True if the policy asks for a checkpoint now."""
+    def _asks_for_one(self, place: Place, *, epoch_ended: bool, told: bool = True) -> bool:
+        """Return True if the policy asks for a checkpoint now; by time only if other hosts are told, if those write."""
         if place == self._last:
             return False
+        if self.hosts.has_failed:
+            return True
         since_steps, since_s = place[2] - self._last[2], time.monotonic() - self._last_s
+        if self.hosts.are_shared and not told:
+            since_s = 0.0  # they will be, in the next step
         # The loop may have changed the state after the last batch of an epoch, without a step.
         since_steps = max(since_steps, int(epoch_ended and place[2] > 0))
         return is_due(self._policy, steps_since=since_steps, seconds_since=since_s, epoch_ended=epoch_ended)
 
-    def save(self, place: Place, capture: Callable[[], Snapshot]) -> None:
+    def save(self, place: Place, capture: Callable[[], Snapshot], *, on_all: bool = False) -> None:
         """Write a checkpoint in the background, now.
 
         A full disk does not end a run: an earlier failure becomes a warning event, and this newer state is written.
+
+        Args:
+            place: The place of the run.
+            capture: Returns its state.
+            on_all: True if all ranks call it, so that hosts may write parts.
 
         Raises:
             BaseException: The exception of a listener from an earlier checkpoint; nothing is saved.
             CheckpointError: The directory is not available (see `hold`), or the state cannot be stored.
         """
+        occasion = self.hosts.called(place) if on_all else None
+        if occasion is not None:
+            self.hosts.offer(occasion)
         self._raise_for_listener()
-        self.submit(place, capture)
+        self.submit(place, capture, occasion)
 
-    def submit(self, place: Place, capture: Callable[[], Snapshot]) -> None:
-        """Write a checkpoint as `save` does, but keep a listener's exception for later."""
+    def submit(
+        self, place: Place, capture: Callable[[], Snapshot], occasion: Occasion | None = None, *, waits: bool = False
+    ) -> None:
+        """Write a checkpoint as `save` does, but keep a listener's exception for later.
+
+        Args:
+            place: The place of the run.
+            capture: Returns its state.
+            occasion: When other hosts offer their parts. None: this rank writes alone.
+            waits: True if ranks wait until it is written.
+        """
         self.hold()
         if self._writer is not None and self._directory is not None:
             error = self._wait()
             if error is not None:
                 self._warn(f"checkpoint not written: {error}")
-            groups, document = capture()
+            write: Callable[[], CheckpointInfo] | None = None
+            if occasion is not None and not self.hosts.has_failed:
+                write = self.hosts.begin(occasion, capture, ends_early=waits)
+            self.hosts.has_failed = False
+            groups, document = ({}, {}) if write is not None else capture()
             if self._best is not None:
                 self._best.writing(place[2])
             self._is_written = False
-            if self._apart:
+            if write is not None:
+                self._writer.start(place[2], write)
+            elif self._apart:
                 self._writer.start(place[2], partial(self._directory.store.write, place[2], groups, document))
                 self._writer.join()
             else:
@@ -292,7 +338,7 @@ class Checkpointing:
                 if tag is not None:
                     raise
                 self._is_written = False
-                self._writer.start(place[2], partial(_fail, error))
+                self._writer.start(place[2], partial(fail, error))
                 return b""
             return str(work.path.absolute()).encode()
 
@@ -336,14 +382,20 @@ class Checkpointing:
         """
         if self._directory is None:
             return
+        occasion = self.hosts.called(place, tag)
         with raised_on_all(self._world, "trainer.save(tag=...)"):
+            if occasion is not None:
+                self.hosts.offer(occasion)
             if self._writer is not None:
                 started_s = time.monotonic()
                 self.hold()
                 self._writer.join()
-                groups, document = capture()
-                info = self._directory.store.write(place[2], groups, document, tag=tag)
+                info = None if occasion is None else self.hosts.write(occasion, capture)
+                if info is None:
+                    groups, document = capture()
+                    info = self._directory.store.write(place[2], groups, document, tag=tag)
                 self._emit(info, time.monotonic() - started_s)
+        self.hosts.withdraw()
 
     def finish(self, place: Place, capture: Callable[[], Snapshot], *, retry: bool = True) -> None:
         """Write a state newer than the last checkpoint, and wait on all ranks until it is on disk.
@@ -362,15 +414,22 @@ class Checkpointing:
         """
         if self._directory is None:
             return
+        occasion = self.hosts.ending(place)
         with raised_on_all(self._world, "Trainer ending"):
+            if occasion is not None:
+                self.hosts.offer(occasion)
             if self._writer is not None:
                 error = self._wait()
                 due = self._best is not None and self._best.needs_checkpoint(place[2])
                 if place != self._last or (retry and (error is not None or due)):
-                    self.submit(place, capture)
+                    self.submit(place, capture, occasion, waits=True)
                     error = self._wait()
+                    if self.hosts.has_failed:
+                        self.submit(place, capture)
+                        error = self._wait()
                 if error is not None:
                     raise error
+        self.hosts.withdraw()
         self._directory.release()
         self._raise_for_listener()
 
@@ -433,7 +492,3 @@ class Checkpointing:
                 raise error
             finally:
                 del error  # or it and this frame would keep each other, and the loop under way with them
-
-
-def _fail(error: CheckpointError) -> NoReturn:
-    raise error

@@ -332,6 +332,7 @@ class Loop:
         name = self.optimizers.name(optimizer)
         runner = self.optimizers.runners[name]
         self._saves.save_evaluated()
+        self._saves.announce(self._calls)
         clock = self._clock
         if clock.is_measuring or clock.is_due:
             clock.begin(self._cursor.total_steps)

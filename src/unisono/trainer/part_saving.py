@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.engine.sharded import Division
+from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.codec import to_json
@@ -29,7 +30,7 @@ from unisono.state.part_writing import FileRange, PartWriter, is_begun_by
 from unisono.trainer.divided_parts import Contents, own_table
 from unisono.trainer.snapshot import Subjects
 
-__all__ = ["OptimizerStates", "OwnPart", "PartSaving", "completion"]
+__all__ = ["OptimizerStates", "OwnPart", "PartSaving", "completion", "fail"]
 
 OptimizerStates = Mapping[str, dict[str, dict[str, Any]]]
 """The state of optimizers by the name of the optimizer, that of the parameter and key."""
@@ -47,7 +48,7 @@ class OwnPart(NamedTuple):
 
     def write(self) -> None:
         """Write it, and leave a report for rank 0."""
-        self.writer.write(self.ranges, {group + SUFFIX: plan.layout.nbytes for group, plan in self.plans.items()})
+        self.writer.write(self.ranges, {group + SUFFIX: plan.layout for group, plan in self.plans.items()})
 
 
 class PartSaving:
@@ -121,6 +122,8 @@ def completion(
     capture: Callable[[OptimizerStates], tuple[dict[str, dict[str, Tensor]], dict[str, Any]]],
     *,
     then: Callable[[], None] = lambda: None,
+    ranks: Sequence[int] | None = None,
+    gives_up: Callable[[bool], bool] = lambda _is_begun: False,
 ) -> Callable[[], CheckpointInfo]:
     """Return the function that writes the part of rank 0, waits for the others and completes the checkpoint.
 
@@ -130,6 +133,8 @@ def completion(
         part: What rank 0 writes.
         capture: Returns the state of the run, given that of the optimizers. What is in no part is copied.
         then: Called before this returns.
+        ranks: See `CheckpointStore.write_parts`.
+        gives_up: See there.
     """
     try:
         groups, document = capture(part.optimizers)
@@ -140,4 +145,19 @@ def completion(
         part.writer.close()
         work.close()
         raise
-    return partial(store.write_parts, work, part.writer, part.ranges, plans=part.plans, groups=own, document=plain)
+    return partial(
+        store.write_parts,
+        work,
+        part.writer,
+        part.ranges,
+        plans=part.plans,
+        groups=own,
+        document=plain,
+        ranks=ranks,
+        gives_up=gives_up,
+    )
+
+
+def fail(error: CheckpointError) -> NoReturn:
+    """Raise the error by which a checkpoint could not be begun, where others are raised: in the writer's thread."""
+    raise error

@@ -131,13 +131,13 @@ class Recovery:
         return self.decisions.is_on
 
     def is_wanted(self) -> bool:
-        """Return True if the launcher wants another number of ranks; see `run_context.Resizing`."""
+        """Return True if the launcher wants another number of ranks; see `run_context.Agreement`."""
         if self._link is None or self._run is None:
             return False
         return self._link.asked_size() not in (0, self._run.world.size) and self.is_on
 
     def agree(self, *, is_wanted: bool) -> None:
-        """Note in a step what all ranks know of it together; see `run_context.Resizing`."""
+        """Note in a step what all ranks know of it together; see `run_context.Agreement`."""
         self._resizes = is_wanted
 
     @property

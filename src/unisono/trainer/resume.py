@@ -1,7 +1,8 @@
 """The checkpoint from which a run continues: rank 0 reads it, checks it while reading, and sends it to all ranks.
 
-Only rank 0 needs the disk. But the ranks of a divided run, if they see the same files, each check a part, and read what
-they need later (`part_restoration`). Start reading at `find`.
+Only rank 0 needs the disk. But where all ranks see the same files, those of several hosts each read a share and send it
+to the others, and those of a divided run each check a part, and read what they need later (`part_restoration`). Start
+reading at `find`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from unisono.collectives.world import World
@@ -21,7 +23,9 @@ from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.durable_files import make_folder
 from unisono.state.lock import DirectoryLock
 from unisono.state.open_checkpoint import OpenCheckpoint
-from unisono.state.tensor_groups import TensorGroups, broadcast_groups
+from unisono.state.part_plan import even_claims
+from unisono.state.tensor_file import TensorRange
+from unisono.state.tensor_groups import TensorGroups, broadcast_groups, exchange_parts
 
 __all__ = ["Resume", "ResumedRun", "find"]
 
@@ -60,7 +64,7 @@ def find(
         store: Its checkpoints.
         lock: Its lock.
         resume: See `Trainer`.
-        in_parts: Let ranks read parts, if they can.
+        in_parts: Let ranks read what they need later, if they can: the run is divided.
         apart: By group and name, memory that all ranks share: rank 0 reads these tensors into it.
 
     Raises:
@@ -68,7 +72,8 @@ def find(
             resume="must", if there is one and resume="never", if all are damaged, or if a rank of another host finds a
             newer one than rank 0.
     """
-    if local_world_size() < world.size:
+    has_hosts = local_world_size() < world.size
+    if has_hosts:
         _compare_hosts(world, directory, store)
     begun: _Begun | None = None
 
@@ -86,20 +91,20 @@ def find(
             lock.release()
             return json.dumps({"error": str(error)}).encode()
 
-    if in_parts and world.size > 1:
+    if world.size > 1 and (in_parts or (has_hosts and not apart)):
         head = json.loads(world.broadcast_bytes(paths))
         if "error" in head:
             raise CheckpointError(head["error"])
-        found = _open_in_parts(world, [Path(path) for path in head])
-        if found is not None:
+        work: type[_Opened] = _Checked if in_parts else _Shares
+        opened, damaged = _open_everywhere(world, [Path(path) for path in head], work)
+        if opened is not None:
             warnings = [] if begun is None else begun.warnings
-            checkpoint, document, damaged = found
-            if checkpoint is None or document is None:
-                if world.rank == 0:
-                    lock.release()
-                raise _all_damaged(directory, damaged)
-            warnings = warnings + [f"{error} Resuming from step {checkpoint.step} instead." for error in damaged]
-            return ResumedRun(str(checkpoint.path), {}, document, warnings, checkpoint)
+            warnings = warnings + [f"{error} Resuming from step {opened.step} instead." for error in damaged]
+            return opened.resumed(warnings)
+        if damaged:
+            if world.rank == 0:
+                lock.release()
+            raise _all_damaged(directory, damaged)
 
     def read() -> tuple[dict[str, Any], TensorGroups]:
         """Read the checkpoint on rank 0, and return a description of its content or of the error, and its tensors."""
@@ -184,15 +189,82 @@ def _all_damaged(directory: Path, damaged: Sequence[str]) -> CheckpointError:
     )
 
 
-def _open_in_parts(
-    world: World, paths: Sequence[Path]
-) -> tuple[OpenCheckpoint | None, dict[str, Any] | None, list[str]] | None:
-    """Return the newest good checkpoint with its document, and the errors of newer ones. Every rank must call it.
+class _Opened(Protocol):
+    """A checkpoint that all ranks see, and of which this one has read or checked a part.
 
-    Each rank checks a part of the bytes.
+    Args:
+        world: The ranks.
+        checkpoint: The checkpoint.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+
+    step: int
+
+    def __init__(self, world: World, checkpoint: OpenCheckpoint) -> None: ...
+
+    def resumed(self, warnings: list[str]) -> ResumedRun:
+        """Return the run. Every rank must call it, once none has found damage."""
+
+
+class _Checked:
+    """A checkpoint of which this rank has checked a part of the bytes; see `_Opened`."""
+
+    def __init__(self, world: World, checkpoint: OpenCheckpoint) -> None:
+        self._checkpoint, self.step = checkpoint, checkpoint.step
+        self._document = checkpoint.document()
+        checkpoint.verify(part=world.rank, parts=world.size)
+        for group in checkpoint.groups:
+            checkpoint.group(group)
+
+    def resumed(self, warnings: list[str]) -> ResumedRun:
+        """Return the run, of which each rank reads what it needs later."""
+        assert isinstance(self._document, dict)
+        return ResumedRun(str(self._checkpoint.path), {}, self._document, warnings, self._checkpoint)
+
+
+class _Shares:
+    """A checkpoint of which this rank has read and checked a share; see `_Opened`. Memory: all tensors."""
+
+    def __init__(self, world: World, checkpoint: OpenCheckpoint) -> None:
+        self._world, self._source, self.step = world, str(checkpoint.path), checkpoint.step
+        self._document = checkpoint.document()
+        self._groups: TensorGroups = {}
+        self._parts: list[list[Tensor]] = [[] for _ in range(world.size)]
+        """What each rank reads, of tensors in memory here."""
+        for group in checkpoint.groups:
+            file = checkpoint.group(group)
+            # Tied names have one form.
+            made = {id(form): torch.empty(form.shape, dtype=form.dtype) for form in file.forms.values()}
+            self._groups[group] = {name: made[id(form)] for name, form in file.forms.items()}
+            ranges = []
+            for rank, claims in enumerate(even_claims({name: file.forms[name] for name in file.stored}, world.size)):
+                for claim in claims:
+                    own = self._groups[group][claim.name].view(-1)[claim.start : claim.stop]
+                    self._parts[rank].append(own)
+                    if rank == world.rank:
+                        ranges.append(TensorRange(claim.name, claim.start, own))
+            file.read(ranges)
+
+    def resumed(self, warnings: list[str]) -> ResumedRun:
+        """Get the shares of the others, and return the run. Traffic: all tensors."""
+        assert isinstance(self._document, dict)
+        exchange_parts(self._world, self._parts)
+        return ResumedRun(self._source, self._groups, self._document, warnings)
+
+
+def _open_everywhere(world: World, paths: Sequence[Path], work: type[_Opened]) -> tuple[_Opened | None, list[str]]:
+    """Return what each rank makes of the newest good checkpoint, and the errors of newer ones. Every rank must call it.
+
+    Args:
+        world: The ranks.
+        paths: The checkpoints, newest first.
+        work: Reads and checks the part of this rank.
 
     Returns:
-        None if there are none, or a rank does not see the files of rank 0. The checkpoint is None if all are damaged.
+        None and no errors if there are none, or a rank does not see the files of rank 0. None and errors if all are
+        damaged.
     """
     damaged: list[str] = []
     for path in paths:
@@ -207,18 +279,14 @@ def _open_in_parts(
             damaged.append(error)
             continue
         if checkpoint is None or checkpoint.has_increments or any(other != digest for _, other in everyone):
-            return None
-        document = None
+            return None, []
+        opened: _Opened | None = None
         try:
-            checkpoint.verify(part=world.rank, parts=world.size)
-            document = checkpoint.document()
-            for group in checkpoint.groups:
-                checkpoint.group(group)
+            opened = work(world, checkpoint)
         except CheckpointError as raised:
             error = str(raised)
         errors = [each for each in world.gather(error, "Trainer resuming") if each]
         if not errors:
-            assert isinstance(document, dict)
-            return checkpoint, document, damaged
+            return opened, damaged
         damaged.append(errors[0])
-    return (None, None, damaged) if damaged else None
+    return None, damaged

@@ -11,29 +11,30 @@ import torch
 from unisono.collectives.world import World
 from unisono.data.fetch import NoteSamples
 from unisono.engine.row_exchange import RowExchange
+from unisono.engine.totals import Wants
 from unisono.plan import derive_key, rank_block
 from unisono.state.random import set_generators
 from unisono.trainer.step_clock import StepClock
 
-__all__ = ["Resizing", "RunContext"]
+__all__ = ["Agreement", "RunContext"]
 
 
 def _nothing(*_: object) -> None:
     """Note nothing."""
 
 
-class Resizing(Protocol):
-    """Changes the number of ranks between two steps."""
+class Agreement(Protocol):
+    """Has something done by all ranks between two steps, though one of them alone may know that it is wanted."""
 
     def is_wanted(self) -> bool:
-        """Return True if this rank knows that the number of ranks is to change."""
+        """Return True if this rank wants it to be done after the present step."""
 
     def agree(self, *, is_wanted: bool) -> None:
-        """Note in a step what all ranks know of it together: the number changes before the next batch, or does not."""
+        """Note in a step what all ranks know of it together: it is to be done after the step, or not."""
 
 
-class _NoResizing:
-    """That of a run whose number of ranks never changes."""
+class _NoAgreement:
+    """That of something which is never done."""
 
     def is_wanted(self) -> bool:
         """Return False."""
@@ -65,8 +66,10 @@ class RunContext:
     """True if the user has weights and optimizer state divided over ranks, also with one rank."""
     ranks_of_replica: int = 1
     """Number of ranks over which each replica of the model is cut; they follow each other."""
-    resizing: Resizing = field(default_factory=_NoResizing)
+    resizing: Agreement = field(default_factory=_NoAgreement)
     """Changes the number of ranks."""
+    saving: Agreement = field(default_factory=_NoAgreement)
+    """Writes checkpoints of which several hosts write a part."""
     clock: StepClock
     """Measures where the time of steps goes."""
     exchange: RowExchange | None = None
@@ -89,6 +92,15 @@ class RunContext:
     def _block_of(self, rank: int) -> range:
         replicas = self.world.size // self.ranks_of_replica
         return rank_block(rank // self.ranks_of_replica, world_size=replicas, virtual_ranks=self.virtual_ranks)
+
+    def wants(self) -> Wants:
+        """Return what this rank wants to be done after the present step."""
+        return Wants(resize=self.resizing.is_wanted(), save=self.saving.is_wanted())
+
+    def agree(self, wants: Wants) -> None:
+        """Note in a step what all ranks do after it."""
+        self.resizing.agree(is_wanted=wants.resize)
+        self.saving.agree(is_wanted=wants.save)
 
     def set_generators(self, stream: str, *coordinates: int) -> None:
         """Seed all generators of this process and of its device for one point of one stream."""

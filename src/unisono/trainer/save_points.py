@@ -117,8 +117,16 @@ class SavePoints:
         if tag is not None:
             self._keeper.save_tag(tag, self._cursor.place, self._asked.capture)
             return
-        self._keeper.save(self._cursor.place, self._asked.capture)
+        self._keeper.save(self._cursor.place, self._asked.capture, on_all=True)
         self._asked.note()
+
+    def announce(self, calls: int) -> None:
+        """Let other hosts know in a step whether a checkpoint is due after it, if those write parts.
+
+        Args:
+            calls: The number of steps done with this batch.
+        """
+        self._keeper.announce(self._cursor.total_steps + (not calls))
 
     def save_if_whole(self) -> None:
         """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""

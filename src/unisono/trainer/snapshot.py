@@ -30,6 +30,7 @@ __all__ = [
     "Subjects",
     "capture",
     "capture_common",
+    "capture_trained",
     "check_same_data",
     "check_storable_models",
     "empty_buffers",
@@ -205,19 +206,35 @@ def capture(
     """
     settle(subjects.modules.values())
     others = _others(subjects, settings or settings_of(subjects.optimizers, subjects.others))
-    if optimizers is None:
-        optimizers = {key: optimizer_state(subjects.modules, each) for key, each in subjects.optimizers.items()}
-    single = [*optimizers] == [""]
-    optimizer_document, optimizer_tensors = encode(optimizers[""] if single else optimizers)
+    trained, optimizer_document = capture_trained(subjects, optimizers)
     if subjects.buffers is not None and (transient := subjects.buffers.state_dict()):
         others["buffers"] = transient
     other_document, other_tensors = encode(others)
-    groups = {"model": model_tensors(subjects.modules), "optimizer": optimizer_tensors, "other": other_tensors}
-    if subjects.averages:
-        groups["ema"] = model_tensors(subjects.averages)
+    groups = {**trained, "other": other_tensors}
     if subjects.put_whole is not None:
         subjects.put_whole(groups)
     return groups, {"facts": dict(facts), "optimizer": optimizer_document, "other": other_document}
+
+
+def capture_trained(
+    subjects: Subjects, optimizers: Mapping[str, dict[str, dict[str, Any]]] | None = None
+) -> tuple[dict[str, dict[str, Tensor]], Any]:
+    """Return the groups of `capture` that every rank has which has the whole model, and the optimizers' document.
+
+    Args:
+        subjects: The objects of the run.
+        optimizers: See `capture`.
+
+    Raises:
+        ValueError: An optimizer has a parameter that belongs to no model.
+    """
+    if optimizers is None:
+        optimizers = {key: optimizer_state(subjects.modules, each) for key, each in subjects.optimizers.items()}
+    document, tensors = encode(optimizers[""] if [*optimizers] == [""] else optimizers)
+    groups = {"model": model_tensors(subjects.modules), "optimizer": tensors}
+    if subjects.averages:
+        groups["ema"] = model_tensors(subjects.averages)
+    return groups, document
 
 
 def capture_common(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:

@@ -259,7 +259,7 @@ class StepRunner:
             self._buffers.receive(step)
             if self._run.world.group is not None:
                 confirm_group()
-            self._run.resizing.agree(is_wanted=totals.wants_resize)
+            self._run.agree(totals.wants)
             check_totals(totals, batch, world=self._run.world, gradients=self._shares)
             values = self._shares.values.means(self._run.world, "trainer.step") if totals.has_values else {}
             if clock.is_due:

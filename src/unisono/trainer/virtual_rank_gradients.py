@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from unisono.data.batch import Batch, Share
 from unisono.engine import BufferTransaction, Engine, Trained
+from unisono.engine.totals import Wants
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.losses import WeightedSum, further_values
 from unisono.trainer.carried import CarriedStates
@@ -67,15 +68,13 @@ class VirtualRankGradients(StepGradients):
                 self._compute_globally(loss_fn, batch, call, options)
             else:
                 counted = count_collectives()  # as long as none is called, for all shares
-                wants_resize = self._run.resizing.is_wanted()
+                wants = self._run.wants()
                 for share in batch.shares:
-                    self._compute(loss_fn, share, batch, call, counted=counted, wants_resize=wants_resize)
+                    self._compute(loss_fn, share, batch, call, counted=counted, wants=wants)
         finally:
             leave(inside)
 
-    def _compute(
-        self, loss_fn: Loss, share: Share, batch: Batch, call: int, *, counted: int, wants_resize: bool
-    ) -> None:
+    def _compute(self, loss_fn: Loss, share: Share, batch: Batch, call: int, *, counted: int, wants: Wants) -> None:
         """Compute the gradient of one virtual rank's share, divided by the size of the global batch.
 
         Args:
@@ -84,7 +83,7 @@ class VirtualRankGradients(StepGradients):
             batch: The batch.
             call: The number of steps already taken with this batch.
             counted: The number of collectives before.
-            wants_resize: True if this rank knows that the number of ranks is to change.
+            wants: What this rank wants to be done after the step.
         """
         share_loss, share_weight = None, 0.0
         carried = self._carried if self._carries else None
@@ -126,7 +125,7 @@ class VirtualRankGradients(StepGradients):
                     share_weight,
                     new_buffers=self._buffers.new_buffers(sends_early=self.engine.sends_early),
                     has_values=not values.is_empty,
-                    wants_resize=wants_resize,
+                    wants=wants,
                 )
             note("backward", share.virtual_rank)
             try:
@@ -223,7 +222,7 @@ class VirtualRankGradients(StepGradients):
                     weight,
                     new_buffers=encoded.new_buffers,
                     has_values=share.virtual_rank == 0 and not self.values.is_empty,
-                    wants_resize=self._run.resizing.is_wanted(),
+                    wants=self._run.wants(),
                 )
             direct = found.direct if share.virtual_rank == 0 and is_last else ()
             run_backward(parts, [None if g is None else g[where] for g in found.of_tensors], direct, self._inputs)

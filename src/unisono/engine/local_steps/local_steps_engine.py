@@ -21,7 +21,7 @@ from unisono.engine.consistency import BROKEN, ConsistencyCheck
 from unisono.engine.local_steps.workers import Workers
 from unisono.engine.node_sums import Gradients, NodeSum, add, drop, take
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import COUNT, Totals, add_rows, as_tensor, numbers_of, row_of, totals_of
+from unisono.engine.totals import COUNT, NOTHING, Totals, Wants, add_rows, as_tensor, numbers_of, row_of, totals_of
 from unisono.engine.tree_all_reduce import MakeAllReduce, NodeLayout, NodeLayouts
 from unisono.engine.update import prepare_whole
 from unisono.errors import UnisonoError
@@ -102,10 +102,10 @@ class LocalStepsEngine:
         *,
         new_buffers: bool,
         has_values: bool = False,
-        wants_resize: bool = False,
+        wants: Wants = NOTHING,
     ) -> None:
         """Add a leaf's totals; see `Engine`."""
-        row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize)
+        row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
         next(each for each in self._rows if leaf < each.node.stop).push(leaf, row)
         self._weights[leaf // self._workers.leaves] += weight
         if leaf == self._last:

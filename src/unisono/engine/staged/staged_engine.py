@@ -21,7 +21,7 @@ from unisono.engine.staged.shared_parameters import SharedParameterCopies
 from unisono.engine.staged.stage_map import StageMap, StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.totals import Totals
+from unisono.engine.totals import NOTHING, Totals, Wants
 from unisono.engine.update import update_whole
 from unisono.errors import UnisonoError
 
@@ -71,7 +71,7 @@ class StagedEngine:
         *,
         new_buffers: bool,
         has_values: bool = False,
-        wants_resize: bool = False,
+        wants: Wants = NOTHING,
     ) -> None:
         """Refuse: leaves are closed in the engines of stages."""
         raise NotImplementedError
@@ -89,13 +89,13 @@ class StagedEngine:
         """Complete the sums, and exchange totals with the other stages; see `Engine`."""
         found = [engine.finish() for engine in self.stages.values()]
         last = found[-1]
-        flags = [any(flags) for flags in zip(*(each[2:] for each in found), strict=True)]
+        flags = [any(flags) for flags in zip(*(each.flags for each in found), strict=True)]
         world = self._ranks.pipeline
         if world.group is None:
-            return Totals(last.loss, last.weight, *flags)
+            return Totals.of(last.loss, last.weight, flags)
         everyone = _all_gather(world, [last.loss, last.weight, *flags])
         loss, weight = everyone[self._ranks.place_of(self._ranks.stages - 1)][:2]
-        return Totals(loss, weight, *(any(flags) for flags in zip(*(each[2:] for each in everyone), strict=True)))
+        return Totals.of(loss, weight, (any(flags) for flags in zip(*(each[2:] for each in everyone), strict=True)))
 
     def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip p.grad; see `Engine`. The norm is that of all stages."""

@@ -1,0 +1,222 @@
+"""Checkpoints of runs on several hosts: each writes and reads its part where they share the directory."""
+
+import json
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from host_network import finish
+from host_training import await_line, sha_of
+from test_host_kills import CAUSES, CONF, kill
+
+from unisono.state.checkpoint_store import CheckpointStore
+
+SAVED = """
+import os, sys, time
+import torch
+import torch.nn.functional as F
+import unisono
+folder, epochs, settings, todo, pause_s = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], float(sys.argv[5])
+torch.manual_seed(3)
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(6, 3000), torch.nn.BatchNorm1d(3000)
+        self.last = torch.nn.Linear(3000, 3)
+        self.tied = self.last.weight
+        self.columns = torch.nn.Parameter(torch.randn(3, 3000).t())  # not contiguous
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.first(x)))
+        return self.last(x) + x @ self.columns
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
+if todo == "apart":
+    os.makedirs(os.uname().nodename, exist_ok=True)
+    os.chdir(os.uname().nodename)
+trainer = unisono.Trainer(
+    model, optimizer, virtual_ranks=6, seed=5, progress=False, ema_decay=0.9, directory=folder,
+    checkpoints=eval(f"unisono.Checkpoints({settings})"),
+)
+trainer.print("begins after", trainer.steps_done)
+steps = 0
+for epoch in trainer.epochs(epochs):
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch)
+        steps += 1
+        if steps == 2 and trainer.rank == trainer.world_size - 1:
+            print("working", flush=True)
+        time.sleep(pause_s)
+        if todo == "linger" and trainer.rank == 2 and steps == 5:
+            print("lingers", flush=True)
+            time.sleep(1.5)
+        if todo == "die" and trainer.rank == 2 and steps == 5 and not trainer.recovered:
+            time.sleep(0.5)
+            os.kill(os.getpid(), 9)
+if todo == "tag":
+    trainer.save()
+    trainer.save(tag="whole")
+trainer.print("weights sha256:", trainer.digest())
+"""
+EVERY_STEP = "every_steps=1, keep=30"
+BY_PARTS = {"0", "2"}
+"""The ranks that write, of two hosts with two each."""
+
+
+@pytest.fixture
+def job(hosts):
+    """Run the script on hosts; return what they printed."""
+    (hosts.folder / "script.py").write_text(SAVED)
+
+    def run(folder, epochs, settings=EVERY_STEP, todo="", *, ranks=(2, 2), flags=()):
+        arguments = ("script.py", folder, str(epochs), settings, todo, "0")
+        jobs = [
+            hosts.start_rank(host, *arguments, hosts=len(ranks), ranks=n, flags=flags) for host, n in enumerate(ranks)
+        ]
+        return [finish(each) for each in jobs]
+
+    return run
+
+
+@pytest.fixture
+def alone(hosts, fork_python):
+    """Run the script in one process; return its digest."""
+
+    def run(folder, epochs, settings=EVERY_STEP):
+        printed = fork_python(hosts.folder / "script.py", hosts.folder / folder, epochs, settings, "tag", 0)
+        return sha_of("\n".join(printed))
+
+    return run
+
+
+def writers(folder: Path) -> dict[str, set[str] | None]:
+    """For each checkpoint, the ranks that have written its weights; None if rank 0 has written all of it."""
+    found = {}
+    for path in sorted(folder.glob("checkpoints/*/manifest.json")):
+        files = {entry["name"]: entry for entry in json.loads(path.read_text())["files"]}
+        regions = files["model.safetensors"].get("regions")
+        found[path.parent.name] = None if regions is None else {region.split()[2] for region in regions}
+    return found
+
+
+def succeeded(done):
+    assert [each.returncode for each in done] == [0] * len(done), "\n".join(each.stderr for each in done)
+    return done[0]
+
+
+def begun_after(done) -> int:
+    return int(re.search(r"begins after (\d+)", done.stdout)[1])
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_each_host_writes_and_reads_its_part_of_a_shared_directory(hosts, job, alone):
+    """The files are those that one process writes, and any number of ranks goes on from them."""
+    sha = sha_of(succeeded(job("run", 2, todo="tag")).stdout)
+    assert writers(hosts.folder / "run") == {
+        **{f"step-{step:09}": BY_PARTS for step in range(1, 9)},
+        "tag-whole": BY_PARTS,
+    }
+    assert alone("one", 2) == sha
+    for path in sorted((hosts.folder / "one").glob("checkpoints/*/*")):
+        if path.name != "manifest.json":
+            assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
+    last = succeeded(job("run", 3, ranks=(1, 2)))
+    assert (begun_after(last), sha_of(last.stdout)) == (8, alone("one", 3))
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ("every_minutes=1e-9, every_epoch=False, keep=30", {*range(1, 9)}),
+        ("every_steps=3, every_minutes=None, keep=30", {3, 4, 7, 8}),
+        ("every_minutes=None, keep=30", {4, 8}),
+    ],
+)
+def test_all_hosts_know_when_a_checkpoint_is_due(hosts, job, settings, steps):
+    succeeded(job("run", 2, settings))
+    assert writers(hosts.folder / "run") == {f"step-{step:09}": BY_PARTS for step in steps}
+
+
+def test_rank_0_writes_alone_where_hosts_have_directories_of_their_own(hosts, job, alone):
+    done = job("run", 2, todo="apart")
+    assert sha_of(succeeded(done).stdout) == alone("one", 2)
+    assert writers(hosts.folder / "host0" / "run") == {f"step-{step:09}": None for step in range(1, 9)}
+    assert not (hosts.folder / "host1" / "run").exists()
+
+
+def test_a_part_that_is_damaged_is_found_by_the_rank_that_reads_it(hosts, job, alone):
+    succeeded(job("run", 1))
+    newest, older = (hosts.folder / "run" / "checkpoints" / f"step-{step:09}" for step in (4, 3))
+    damage(newest / "optimizer.safetensors")  # its last byte, which the last rank reads
+    done = job("run", 2)
+    assert (begun_after(succeeded(done)), sha_of(done[0].stdout)) == (3, alone("one", 2))
+    assert "optimizer.safetensors: expected" in done[0].stderr and "Resuming from step 3 instead" in done[0].stderr
+    for path in older.parent.iterdir():
+        damage(path / "model.safetensors")
+    failed = job("run", 3)
+    assert [each.returncode for each in failed] == [1, 1]
+    assert "all 8 checkpoints in " in failed[0].stderr and "which rank 2 wrote" in failed[0].stderr
+
+
+def test_a_rank_that_dies_before_it_offers_its_part_costs_that_checkpoint_alone(hosts, job, alone):
+    done = job("run", 2, todo="die")
+    sha = sha_of(succeeded(done).stdout)
+    found = writers(hosts.folder / "run")
+    assert "checkpoint not written: the checkpoint of step 5" in done[0].stderr
+    assert "rank 2 had not written its part when a rank was lost" in done[0].stderr
+    assert found == {f"step-{step:09}": None if step == 6 else BY_PARTS for step in (1, 2, 3, 4, 6, 7, 8)}
+    assert alone("one", 2) == sha
+
+
+def test_an_interrupt_before_a_part_is_offered_loses_nothing(hosts, job):
+    """Rank 0 has begun the checkpoint of step 5 when ranks are asked to end, and rank 2 has not come so far."""
+    arguments = ("script.py", "run", "2", EVERY_STEP, "linger", "0")
+    jobs = [hosts.start_rank(host, *arguments) for host in range(2)]
+    await_line(jobs[1], "lingers", stream="stdout")
+    os.kill(jobs[0].pid, signal.SIGINT)
+    done = [finish(each) for each in jobs]
+    assert done[0].returncode == 130
+    assert writers(hosts.folder / "run") == {f"step-{step:09}": BY_PARTS for step in range(1, 6)}, done[0].stderr
+
+
+def test_a_death_before_a_part_is_offered_loses_nothing_where_no_rank_is_replaced(hosts, job, alone):
+    done = job("run", 2, todo="die", flags=("--recover", "off"))
+    assert [each.returncode for each in done] == [137, 137]
+    found = writers(hosts.folder / "run")
+    assert found == {f"step-{step:09}": None if step == 5 else BY_PARTS for step in range(1, 6)}, done[0].stderr
+    last = job("run", 2)
+    assert (begun_after(succeeded(last)), sha_of(last[0].stdout)) == (5, alone("one", 2))
+
+
+@pytest.mark.usefixtures("third_host")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 40))])
+def test_hosts_that_are_lost_at_any_moment_leave_good_checkpoints_and_no_others(hosts, job, alone, seed):
+    draw = random.Random(seed)
+    ranks, lost, what, pause_s = draw.choice([1, 2]), draw.randrange(3), draw.choice(list(CAUSES)), draw.uniform(0, 0.6)
+    case = f"seed {seed}: {what} of host {lost} with {ranks} ranks, {pause_s:.2f} s"
+    arguments = ("script.py", "run", "3", EVERY_STEP, "", "0.05")
+    flags = ("--nnodes", "1:3", "--rdzv-conf", CONF)
+    jobs = [hosts.start_rank(host, *arguments, ranks=ranks, flags=flags) for host in range(3)]
+    await_line(jobs[-1], "working", stream="stdout")
+    time.sleep(pause_s)
+    is_killed = kill(jobs[lost].pid, what)
+    done = [finish(each) for each in jobs]
+    told = "\n".join([case, *(f"host {host}: {each.returncode}\n{each.stderr}" for host, each in enumerate(done))])
+    assert [each.returncode for host, each in enumerate(done) if host != lost or not is_killed] == [0, 0], told
+    shas = {line.split()[-1] for each in done for line in each.stdout.splitlines() if "weights sha256" in line}
+    assert shas == {alone("one", 3)}, told
+    store = CheckpointStore(hosts.folder / "run" / "checkpoints")
+    infos = store.list()
+    for info in infos:
+        store.verify(info)
+    assert infos[0].step == 12 and len(infos) >= 8, told
+    assert all(re.fullmatch(r"step-\d{9}", path.name) for path in store.folder.iterdir()), told
