@@ -157,6 +157,13 @@ def fail(rank, writer):
     write_own(rank, writer)
 
 
+def fail_to_report(rank, writer):
+    """As where the disk has room for all but the report."""
+    if rank == 2:
+        (writer._work / "part-00002.new").mkdir()
+    write_own(rank, writer)
+
+
 def write_on(rank, writer):
     """Make files for as long as there is the folder, while rank 0 removes it because of rank 1."""
     if rank == 1:
@@ -175,6 +182,7 @@ def leave_out(rank, writer):
         (die, "rank 2 ended before it had written its part"),
         (write_on, "rank 1 ended before it had written its part"),
         (fail, r"rank [012] could not write its part: \[Errno|Is a directory"),
+        (fail_to_report, r"rank 2 could not write its part: \[Errno 21\] Is a directory\. .*choose another directory"),
         (leave_out, "the parts of model.safetensors end at"),
     ],
 )

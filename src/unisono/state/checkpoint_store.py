@@ -38,6 +38,7 @@ from unisono.state.durable_files import (
     failing_with_remedy,
     flush_folder,
     nbytes_of,
+    remedy,
     write_file,
 )
 from unisono.state.increments import BaseFile, Increment, base_name, find_increment
@@ -254,9 +255,10 @@ class CheckpointStore:
         except OSError as error:
             raise work.explained(error) from error
         except PartsError as error:
+            advice = f" {remedy(OSError(error.number, ''), self.folder)}" if error.number else ""
             raise CheckpointError(
                 f"the checkpoint of {work.told} was not written to {self.folder}: {error}. Older checkpoints are "
-                "untouched."
+                f"untouched.{advice}"
             ) from error
         finally:
             writer.close()

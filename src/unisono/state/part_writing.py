@@ -1,9 +1,9 @@
 """Writing of a checkpoint by several ranks: each writes its ranges of the files, and rank 0 completes it.
 
 Ranks talk by files in the folder that is written, so a thread can write while training uses the collectives. Each rank
-holds a lock there as long as it writes, and leaves a report at the end: the hashes of what it has written, or an error.
-A rank whose lock is free and that has left no report has died; one without a lock has not come yet. Start reading at
-`PartWriter` and `await_parts`.
+holds a lock there as long as it writes, and leaves a report at the end, the hashes of what it has written. After an
+error, it renames its lock, for which also a full disk has room. A rank whose lock is free and that has left no report
+has died; one without a lock has not come yet. Start reading at `PartWriter` and `await_parts`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ __all__ = ["FileRange", "PartWriter", "PartsError", "await_parts", "is_begun_by"
 
 POLL_S = 0.02
 """Seconds between two looks at what others have done."""
+_ERROR = ".errno-"
+"""What follows the name of a rank that could not write its part, before the number of the error."""
 _PATIENCE_S = 60.0
 """Seconds for which rank 0 waits for a rank to begin, and a process that ends otherwise for what others have begun."""
 _BEGINNING_S = 3.0
@@ -46,7 +48,16 @@ class FileRange(NamedTuple):
 
 
 class PartsError(CheckpointError):
-    """A rank has not written its part."""
+    """A rank has not written its part.
+
+    Args:
+        message: What happened.
+        number: The error of the system, if it is known.
+    """
+
+    def __init__(self, message: str, number: int = 0) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 class PartWriter:
@@ -79,15 +90,15 @@ class PartWriter:
         """
         try:
             try:
-                content: object = {
+                content = {
                     name: [_mark_of(layout), self._write_file(name, ranges, layout.nbytes)]
                     for name, layout in files.items()
                 }
-            except OSError as error:
-                content = f"[Errno {error.errno}] {error.strerror}"
-            # The folder is gone if rank 0 has given up.
-            with suppress(FileNotFoundError):
                 _write_report(self._work, self._rank, content)
+            except OSError as error:
+                lock = _lock_path(self._work, self._rank)
+                with suppress(FileNotFoundError):  # rank 0 has given up, and the folder is gone
+                    lock.rename(lock.with_suffix(f"{_ERROR}{error.errno or 0}"))
         finally:
             self.close()
 
@@ -151,8 +162,6 @@ def await_parts(
     wait = _Waiting(work, gives_up)
     for rank in ranks:
         content = wait.for_report(rank)
-        if isinstance(content, str):
-            raise PartsError(f"rank {rank} could not write its part: {content}")
         for name, layout in files.items():
             mark, own = content[name]
             if mark != _mark_of(layout):
@@ -192,7 +201,7 @@ class _Waiting:
         self._ended_s: float | None = None
         """When the program of this process was first seen to have ended."""
 
-    def for_report(self, rank: int) -> str | dict[str, tuple[str, list[tuple[int, int, str]]]]:
+    def for_report(self, rank: int) -> dict[str, tuple[str, list[tuple[int, int, str]]]]:
         """Return the report of a rank.
 
         Raises:
@@ -201,10 +210,16 @@ class _Waiting:
         lock, report = _lock_path(self._work, rank), _report_path(self._work, rank)
         while True:
             # A network file system answers from its cache where a name is looked up that was not there.
-            is_begun = lock in self._work.iterdir()
+            names = {path.name for path in self._work.iterdir()}
+            for name in names:
+                if name.startswith(lock.stem + _ERROR):
+                    number = int(name.rpartition("-")[2])
+                    what = f"[Errno {number}] {os.strerror(number)}"
+                    raise PartsError(f"rank {rank} could not write its part: {what}", number)
+            is_begun = lock.name in names
             is_free = is_begun and _is_free(lock)  # before the report is looked for: it comes before the lock is free
             with suppress(FileNotFoundError):
-                found: str | dict[str, tuple[str, list[tuple[int, int, str]]]] = json.loads(report.read_bytes())
+                found: dict[str, tuple[str, list[tuple[int, int, str]]]] = json.loads(report.read_bytes())
                 return found
             if is_free:
                 raise PartsError(f"rank {rank} ended before it had written its part")
@@ -227,11 +242,11 @@ class _Waiting:
 
 
 def _is_free(path: Path) -> bool:
-    """Return True if no process holds the lock of a file, or that is gone; False if the file system has no locks."""
+    """Return True if no process holds the lock of a file; False if that is gone, or the file system has no locks."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks no file for writing that is open for reading alone
-    except FileNotFoundError:
-        return True
+    except FileNotFoundError:  # it has just been renamed
+        return False
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -247,7 +262,7 @@ def _mark_of(layout: FileLayout) -> str:
     return hashlib.sha256(layout.header).hexdigest()
 
 
-def _write_report(work: Path, rank: int, content: object) -> None:
+def _write_report(work: Path, rank: int, content: Mapping[str, object]) -> None:
     path = _report_path(work, rank)
     part = path.with_suffix(".new")
     part.write_text(json.dumps(content))
