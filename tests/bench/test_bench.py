@@ -55,6 +55,7 @@ def test_list_names_every_benchmark_with_a_line(command, capsys):
         "loading",
         "embedding",
         "checkpoint",
+        "host_checkpoint",
         "recovery",
         "kills",
         "hosts",
@@ -303,3 +304,13 @@ def test_link_measures_one_and_two_ranks_of_each_host_on_a_slow_link(tmp_path):
         "MLP 1k, 1000 Mbit/s, 2 hosts x 1 ranks x 16",
         "MLP 1k, 1000 Mbit/s, 2 hosts x 2 ranks x 16",
     ]
+
+
+@pytest.mark.soak
+def test_a_checkpoint_of_two_hosts_is_measured_in_the_call_and_until_it_is_on_disk(tmp_path):
+    ended = bench("host_checkpoint", "--quick", "--json", str(tmp_path / "rows"))
+    if "cannot be made here" in ended.stderr:
+        pytest.skip(ended.stderr.splitlines()[-1])
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["MLP 1k, in the call", "MLP 1k, until on disk"]

@@ -79,9 +79,10 @@ from unisono.trainer.step_clock import StepClock
 from unisono.trainer.step_runners import Engines, engines_of_layout, engines_of_run, make_runners
 from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, tensors_in_files, with_tables
 
-__all__ = ["TrainedModels", "TrainerParts", "assemble"]
+__all__ = ["Gathering", "TrainedModels", "TrainerParts", "assemble"]
 
 TrainedModels = nn.Module | Mapping[str, nn.Module]
+Gathering = StageGathering | ShardGathering | Workers | DividedTables
 
 _NO_OTHER_PART = "with Pipeline(zero=1), the part of the optimizer's state of a rank that dies is nowhere else"
 _NO_COPIES = (
@@ -102,7 +103,7 @@ class TrainerParts:
     carried: CarriedStates
     cut: CutModel | DividedModel | None
     """The model, if it is cut or divided over ranks."""
-    gathering: StageGathering | ShardGathering | Workers | DividedTables | None
+    gathering: Gathering | None
     """Brings its parts, or the state of workers, together."""
     keeper: Checkpointing
     modules: dict[str, nn.Module]
@@ -243,7 +244,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         is_divided=isinstance(settings.parallel, Shard),
         ranks_of_replica=cut.ranks.size if isinstance(cut, CutModel) else 1,
         resizing=recovery,
-        saving=keeper.hosts,
+        saving=keeper.announcement,
         clock=StepClock(chosen),
         exchange=None if divided is None else divided.exchange,
     )
@@ -330,7 +331,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
     subjects = replace(subjects, given=given, put_whole=None if divided is None else divided.put_whole)
-    gathering: StageGathering | ShardGathering | Workers | DividedTables | None = divided or workers
+    gathering: Gathering | None = divided or workers
     state: RecoverableState
     if isinstance(cut, CutModel):
         assert isinstance(buffers, StagedBuffers)
@@ -367,7 +368,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             keeper.hosts.divide(subjects)
         state = WholeState(run, select=select, engines=engines, subjects=subjects, buffers=buffers, runners=runners)
     if position is None:
-        keeper.hosts.meet()
+        keeper.meet()
     return TrainerParts(
         run=run,
         settings=settings,

@@ -18,7 +18,7 @@ from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
-from unisono.state.policy import Checkpoints, is_due
+from unisono.state.policy import Checkpoints
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
@@ -27,12 +27,12 @@ from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, co
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.trainer.run_directory import RunDirectory
+from unisono.trainer.save_announcement import SaveAnnouncement
+from unisono.trainer.save_rule import Place, SaveRule
 from unisono.watch import EventLog
 
-__all__ = ["Checkpointing", "Place"]
+__all__ = ["Checkpointing"]
 
-Place = tuple[int, int, int]
-"""Epoch, its next step, and steps done in all: see `Cursor.place`."""
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 
 
@@ -55,29 +55,35 @@ class Checkpointing:
         apart: Mapping[tuple[str, str], Tensor] | None = None,
     ) -> None:
         self._policy, self._world, self._apart = policy, world, apart or {}
+        self._rule = SaveRule(policy)
         self._directory = None if directory is None else RunDirectory(directory, incremental=bool(policy.incremental))
         self._writer: BackgroundWriter | None = None
         self._best: BestCheckpoint | None = None
         self._log = EventLog()
-        self._last: Place = (0, 0, 0)
         self._is_written = True
         """False while a checkpoint is being written, and after that has failed."""
-        self._last_s = time.monotonic()
         self._raised: BaseException | None = None
         """The exception of a listener of the event "checkpoint", raised in the writer's thread."""
         self.hosts = HostParts(world, None if self._directory is None else self._directory.store)
         """Writes parts of checkpoints with other hosts, if they share the directory."""
+        self.announcement = SaveAnnouncement()
+        """Tells all ranks that a checkpoint is due."""
 
-    def announce(self, total_steps: int) -> None:
-        """Let other hosts know in a step whether a checkpoint is due after it.
+    def meet(self) -> None:
+        """Find out which ranks write. Every rank must call it, when its world is new. See `HostParts.meet`."""
+        self.announcement.forget()
+        self.hosts.meet()
+
+    def announce(self, total_steps: int, *, is_wanted: bool) -> None:
+        """Let all ranks know in a step whether a checkpoint is due after it.
 
         Args:
             total_steps: Steps done in all after it.
+            is_wanted: True if rank 0 wants one in any case.
         """
-        if self._writer is not None and self.hosts.are_shared:
-            since_steps, since_s = total_steps - self._last[2], time.monotonic() - self._last_s
-            due = is_due(self._policy, steps_since=since_steps, seconds_since=since_s, epoch_ended=False)
-            self.hosts.announce(is_wanted=due)
+        if self._writer is not None and self._directory is not None:
+            is_wanted = is_wanted and not self._directory.is_lost
+            self.announcement.announce(is_wanted=is_wanted or self._rule.is_due_after_step(total_steps))
 
     def find(self, resume: Resume, *, in_parts: bool) -> ResumedRun | None:
         """Lock the directory and return the newest good checkpoint; None without a directory.
@@ -109,7 +115,7 @@ class Checkpointing:
     def begin(self, log: EventLog, place: Place, history: EvaluationHistory, *, resumed: bool) -> None:
         """Start counting steps and time since the last checkpoint, and start the writer on rank 0."""
         self._log = log
-        self._last, self._last_s = place, time.monotonic()
+        self._rule.begin(place)
         if self._directory is not None and self._world.rank == 0:
             self._writer = BackgroundWriter(self._directory.store, self._policy.keep, self._on_written)
             self._best = BestCheckpoint(self._directory.store, self._policy, self._warn)
@@ -124,16 +130,16 @@ class Checkpointing:
         Raises:
             CheckpointError: Another job uses the directory.
         """
-        self._last = saved
+        self._rule.last = saved
         if self._directory is not None and self._world.rank == 0:
             newest = self._directory.take_over()
             if newest < saved[2]:
-                self._last = (-1, -1, newest)
+                self._rule.last = (-1, -1, newest)
 
     @property
     def last(self) -> Place:
         """The place of the latest checkpoint, or of the start."""
-        return self._last
+        return self._rule.last
 
     def on_taken(self, rescue: Callable[[], object]) -> None:
         """Let a later Trainer of this process that takes the directory call a function before it reads there."""
@@ -169,13 +175,13 @@ class Checkpointing:
     @property
     def last_step(self) -> int:
         """Steps done at the last checkpoint, or at the start."""
-        return self._last[2]
+        return self.last[2]
 
     def is_newer(self, place: Place) -> bool:
         """Return True if the state at a place is not in the last checkpoint and this rank can still write it."""
         if self._writer is None or (self._directory is not None and self._directory.is_lost):
             return False
-        return place != self._last or not (self._is_written or self._writer.is_writing)
+        return place != self.last or not (self._is_written or self._writer.is_writing)
 
     def is_wanted_at_end(self, place: Place) -> bool:
         """Return True if `finish` would write a checkpoint on this rank."""
@@ -186,7 +192,7 @@ class Checkpointing:
     def hold(self) -> None:
         """Lock the directory again, on the rank that writes; see `RunDirectory.hold`."""
         if self._writer is not None and self._directory is not None:
-            self._directory.hold(self._last[2])
+            self._directory.hold(self.last[2])
 
     def hold_on_all(self) -> None:
         """Call `hold`, and raise on all ranks if it raises on rank 0. Every rank must call it. One small exchange."""
@@ -195,15 +201,24 @@ class Checkpointing:
         with raised_on_all(self._world, "Trainer beginning"):
             self.hold()
 
-    def save_if_due(self, place: Place, capture: Callable[[], Snapshot], *, epoch_ended: bool = False) -> None:
+    def save_if_due(
+        self, place: Place, capture: Callable[[], Snapshot], *, epoch_ended: bool = False, due: bool | None = None
+    ) -> None:
         """Write a checkpoint in the background if the policy asks for one now, or if it would be the best one.
+
+        Args:
+            place: The place of the run.
+            capture: Returns its state.
+            epoch_ended: True if the loop asks for its next epoch.
+            due: Whether ranks have brought the state together to save it. None: it need not come together.
 
         Raises:
             BaseException: On rank 0, the exception of a listener from an earlier checkpoint; nothing is saved.
             CheckpointError, ValueError: On rank 0, see `save`.
         """
-        by_epoch = epoch_ended and self._policy.every_epoch and place[2] > 0
-        occasion = self.hosts.asked(place, by_epoch=by_epoch)
+        told = self.announcement.is_agreed or self._rule.is_due_by_epoch(place, epoch_ended=epoch_ended)
+        self.announcement.forget()
+        occasion = self.hosts.asked(place) if told else None
         if self._writer is None:
             if occasion is not None:
                 self.hosts.offer(occasion)
@@ -211,12 +226,14 @@ class Checkpointing:
         if self._raised is not None:
             self._raise_for_listener()
         if self._best is not None and self._best.has_candidate:
-            if self._best.needs_checkpoint(place[2]):
+            if due is not False and self._best.needs_checkpoint(place[2]):
                 self.submit(place, capture, occasion)
                 return
             if not self._writer.is_writing:
                 self._best.record_written()
-        if self._asks_for_one(place, epoch_ended=epoch_ended, told=occasion is not None):
+        if due is None:
+            due = self._asks_for_one(place, epoch_ended=epoch_ended, told=told)
+        if due and place != self.last:
             self._raise_for_listener()
             self.submit(place, capture, occasion)
 
@@ -230,16 +247,10 @@ class Checkpointing:
 
     def _asks_for_one(self, place: Place, *, epoch_ended: bool, told: bool = True) -> bool:
         """Return True if the policy asks for a checkpoint now; by time only if other hosts are told, if those write."""
-        if place == self._last:
-            return False
-        if self.hosts.has_failed:
+        if self.hosts.has_failed and place != self.last:
             return True
-        since_steps, since_s = place[2] - self._last[2], time.monotonic() - self._last_s
-        if self.hosts.are_shared and not told:
-            since_s = 0.0  # they will be, in the next step
-        # The loop may have changed the state after the last batch of an epoch, without a step.
-        since_steps = max(since_steps, int(epoch_ended and place[2] > 0))
-        return is_due(self._policy, steps_since=since_steps, seconds_since=since_s, epoch_ended=epoch_ended)
+        # Hosts that do not know it yet will know it in the next step.
+        return self._rule.is_due(place, epoch_ended=epoch_ended, by_time=told or not self.hosts.are_shared)
 
     def save(self, place: Place, capture: Callable[[], Snapshot], *, on_all: bool = False) -> None:
         """Write a checkpoint in the background, now.
@@ -292,7 +303,7 @@ class Checkpointing:
                 self._writer.join()
             else:
                 self._writer.submit(place[2], groups, document)
-        self._last, self._last_s = place, time.monotonic()
+        self._rule.begin(place)
 
     def save_parts(
         self,
@@ -369,7 +380,7 @@ class Checkpointing:
                 write = completion(store, work, part, capture, then=partial(self._best.writing, place[2]))
                 self._is_written = False
                 self._writer.start(place[2], write)
-        self._last, self._last_s = place, time.monotonic()
+        self._rule.begin(place)
         return True
 
     def save_tag(self, tag: str, place: Place, capture: Callable[[], Snapshot]) -> None:
@@ -421,7 +432,7 @@ class Checkpointing:
             if self._writer is not None:
                 error = self._wait()
                 due = self._best is not None and self._best.needs_checkpoint(place[2])
-                if place != self._last or (retry and (error is not None or due)):
+                if place != self.last or (retry and (error is not None or due)):
                     self.submit(place, capture, occasion, waits=True)
                     error = self._wait()
                     if self.hosts.has_failed:
@@ -443,7 +454,7 @@ class Checkpointing:
         error = self._wait()
         if error is not None:
             self._warn(f"checkpoint not written: {error}")
-        elif place == self._last:
+        elif place == self.last:
             return
         started_s = time.monotonic()
         try:

@@ -31,6 +31,7 @@ from unisono.state.part_writing import POLL_S, FileRange, PartsError, PartWriter
 from unisono.state.safetensors_format import lay_out, tied_names
 from unisono.state.temporary_paths import meeting_path, new_mark
 from unisono.trainer.part_saving import OwnPart, completion, fail
+from unisono.trainer.save_rule import Place
 from unisono.trainer.snapshot import Subjects, capture_trained
 
 __all__ = ["HostParts", "Occasion"]
@@ -48,8 +49,8 @@ _ASKING, _ENDING = 0, 1
 class Occasion(NamedTuple):
     """When several hosts may write a checkpoint: equal on all ranks, and unlike any other since they have met."""
 
-    place: tuple[int, int, int]
-    """See `Cursor.place`."""
+    place: Place
+    """Of the run."""
     number: int = 0
     """Tells those of one place apart."""
     tag: str | None = None
@@ -77,8 +78,6 @@ class HostParts:
         self._subjects: Subjects | None = None
         self._ranks: list[int] = []
         self._mark = ""
-        self._is_wanted = self._is_agreed = False
-        """Whether this rank wants a checkpoint after the present step, and whether all ranks know that it is due."""
         self._calls = 0
         self._offers: list[_OfferedPart] = []
         self.has_failed = False
@@ -97,34 +96,16 @@ class HostParts:
         """True if several hosts write parts. Equal on all ranks."""
         return len(self._ranks) > 1
 
-    def announce(self, *, is_wanted: bool) -> None:
-        """Note on rank 0 whether a checkpoint is due after the present step, so that all ranks learn it in the step."""
-        self._is_wanted = is_wanted
+    def asked(self, place: Place) -> Occasion | None:
+        """Return the occasion that the loop asks for a batch or an epoch; None if rank 0 writes alone."""
+        return Occasion(place, _ASKING) if self.are_shared else None
 
-    def is_wanted(self) -> bool:
-        """Return what `announce` noted; see `run_context.Agreement`."""
-        return self._is_wanted
-
-    def agree(self, *, is_wanted: bool) -> None:
-        """Note in a step what all ranks know of it together; see `run_context.Agreement`."""
-        self._is_agreed |= is_wanted
-
-    def asked(self, place: tuple[int, int, int], *, by_epoch: bool) -> Occasion | None:
-        """Return the occasion that the loop asks for a batch or an epoch; None if the others know of none.
-
-        Args:
-            place: The place of the run.
-            by_epoch: True if a checkpoint is due since an epoch has ended, as all ranks know.
-        """
-        agreed, self._is_agreed, self._is_wanted = self._is_agreed, False, False
-        return Occasion(place, _ASKING) if self.are_shared and (agreed or by_epoch) else None
-
-    def called(self, place: tuple[int, int, int], tag: str | None = None) -> Occasion | None:
+    def called(self, place: Place, tag: str | None = None) -> Occasion | None:
         """Return the occasion that the user calls for a checkpoint on all ranks; None if rank 0 writes alone."""
         self._calls += 1
         return Occasion(place, _ENDING + self._calls, tag) if self.are_shared else None
 
-    def ending(self, place: tuple[int, int, int]) -> Occasion | None:
+    def ending(self, place: Place) -> Occasion | None:
         """Return the occasion that the run ends; None if rank 0 writes alone."""
         return Occasion(place, _ENDING) if self.are_shared else None
 
@@ -136,7 +117,6 @@ class HostParts:
         self.withdraw()
         world = self._world
         self._ranks, self._mark, self._calls = [], "", 0
-        self._is_wanted = self._is_agreed = False
         if self._store is None or self._subjects is None or local_world_size() >= world.size:
             return
         mark = world.broadcast_bytes(self._leave_mark).decode()
@@ -211,14 +191,16 @@ class HostParts:
         except CheckpointError as error:
             return partial(fail, error)
         try:
-            groups, document = capture()
-            plans = self._plan(groups)
-            ranges = self._own_ranges(plans, groups)
             writer = PartWriter(work.path, 0)
         except OSError as error:
             work.close()
             return partial(fail, work.explained(error))
+        try:
+            groups, document = capture()
+            plans = self._plan(groups)
+            ranges = self._own_ranges(plans, groups)
         except BaseException:
+            writer.close()
             work.close()
             raise
         met = self._mark

@@ -165,6 +165,7 @@ class PipelineGradients(StepGradients):
                 weight,
                 new_buffers=new_buffers,
                 has_values=not self.values.is_empty,
+                wants=self._run.wants(),
             )
 
     def end_backward(self, part: _GradientPart, stage: int) -> None:

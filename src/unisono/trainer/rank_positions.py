@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from unisono.errors import PeerError
 from unisono.job.rejoin import RecoveryStore
 from unisono.trainer.call_log import CallLog, LoggedCall
-from unisono.trainer.checkpointing import Place
 from unisono.trainer.hyperparameters import Hyperparameters
+from unisono.trainer.save_rule import Place
 from unisono.trainer.snapshot import Cursor
 from unisono.watch import Event
 

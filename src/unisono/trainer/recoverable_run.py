@@ -128,7 +128,7 @@ class RecoverableRun:
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""
         self._parts.state.connect(World.connect(self._parts.run.device))
-        self._parts.keeper.hosts.meet()
+        self._parts.keeper.meet()
         self._loaders.forget()
 
     def note_call(self) -> None:

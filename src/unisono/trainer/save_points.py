@@ -13,10 +13,10 @@ from functools import partial
 
 from unisono.engine.step_fingerprint import intent_of_call
 from unisono.trainer.asked_state import AskedState
-from unisono.trainer.assembly import TrainerParts
-from unisono.trainer.checkpointing import Place
+from unisono.trainer.assembly import Gathering, TrainerParts
 from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
+from unisono.trainer.save_rule import Place
 from unisono.trainer.shard_gathering import ShardGathering
 from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
@@ -41,6 +41,8 @@ class SavePoints:
         self._gathering = parts.gathering
         self.is_asking = False
         """True from when the loop asks for a batch or an epoch until it gets one."""
+        self._has_evaluated = False
+        """True if there was an evaluation since the loop last asked."""
         self._kept: Place | None = None
         """The place whose carried values rank 0 has."""
         position = self._recovery.position
@@ -92,11 +94,12 @@ class SavePoints:
             return
         if self._keeps_carried:
             self._keep_carried()
+        due = None
         if self._gathering is not None and not finishing:
-            self._gather_if_due(epoch_ended=epoch_ended)
+            due = self._gather_if_due(self._gathering, epoch_ended=epoch_ended)
         self._asked.note()
         if not finishing:
-            self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended)
+            self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended, due=due)
         self.is_asking = True
         if not finishing and self._stops is not None and self._stops.is_due(is_main=self._parts.run.world.rank == 0):
             if self._parts.run.world.rank == 0 and not self.is_whole and self._keeper.is_newer(self._cursor.place):
@@ -121,12 +124,14 @@ class SavePoints:
         self._asked.note()
 
     def announce(self, calls: int) -> None:
-        """Let other hosts know in a step whether a checkpoint is due after it, if those write parts.
+        """Let all ranks know in a step whether a checkpoint is due after it, if others than rank 0 must know.
 
         Args:
             calls: The number of steps done with this batch.
         """
-        self._keeper.announce(self._cursor.total_steps + (not calls))
+        if self._gathering is not None or self._keeper.hosts.are_shared:
+            stops = self._gathering is not None and self._stops is not None and self._stops.is_pending
+            self._keeper.announce(self._cursor.total_steps + (not calls), is_wanted=stops)
 
     def save_if_whole(self) -> None:
         """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""
@@ -175,6 +180,7 @@ class SavePoints:
         Raises:
             ValueError: On all ranks, if several evaluations have a metric of the name that decides.
         """
+        self._has_evaluated = True
         self._keeper.report(self._history, self._history.add(name, values, step=self._cursor.total_steps))
 
     def note_step(self) -> None:
@@ -247,21 +253,30 @@ class SavePoints:
         if self._gathering is not None:
             self._gathering.gather(everywhere=everywhere)
 
-    def _gather_if_due(self, *, epoch_ended: bool) -> None:
+    def _gather_if_due(self, gathering: Gathering, *, epoch_ended: bool) -> bool:
         """Let ranks write their parts of a model that is cut, if that is due, or bring them to rank 0, which saves.
 
-        Rank 0 may have to tell the others.
+        After a step, ranks know from it whether it is due. Otherwise rank 0 may have to tell the others.
+
+        Returns:
+            True if it is due; on other ranks than 0 only if they need to know.
         """
-        assert self._gathering is not None
         world, place = self._parts.run.world, self._cursor.place
-        due = world.rank == 0 and (
-            self._keeper.is_due(place, epoch_ended=epoch_ended)
-            or (self._stops is not None and self._stops.is_pending and self._keeper.is_newer(place))
-        )
-        if self._gathering.needs_others:
-            due = world.broadcast_bytes(lambda: b"1" if due else b"0") == b"1"
+        needs_others = gathering.needs_others
+        if needs_others and self._asked.has_stepped and not epoch_ended and not self._has_evaluated:
+            due = self._keeper.announcement.is_agreed
+        else:
+            due = world.rank == 0 and (
+                self._keeper.is_due(place, epoch_ended=epoch_ended)
+                or (self._stops is not None and self._stops.is_pending and self._keeper.is_newer(place))
+            )
+            if needs_others:
+                own = due
+                due = world.broadcast_bytes(lambda: b"1" if own else b"0") == b"1"
+        self._has_evaluated = False
         if due and not self._save_parts():
             self._gather(everywhere=False)
+        return due
 
     def _save_last_parts(self) -> None:
         """Let each rank write its part of the end of a run, if that is not on the disk, before parts come together."""
