@@ -294,23 +294,16 @@ def test_events_are_measured_on_one_and_two_ranks(tmp_path):
 
 
 @pytest.mark.soak
-def test_link_measures_one_and_two_ranks_of_each_host_on_a_slow_link(tmp_path):
-    ended = bench("link", "--quick", "--json", str(tmp_path / "rows"))
+@pytest.mark.parametrize(
+    ("name", "cases"),
+    [
+        ("link", ["MLP 1k, 1000 Mbit/s, 2 hosts x 1 ranks x 16", "MLP 1k, 1000 Mbit/s, 2 hosts x 2 ranks x 16"]),
+        ("host_checkpoint", ["MLP 1k, in the call", "MLP 1k, until on disk"]),
+    ],
+)
+def test_hosts_are_measured_that_are_namespaces_of_this_machine(tmp_path, name, cases):
+    ended = bench(name, "--quick", "--json", str(tmp_path / "rows"))
     if "cannot be made here" in ended.stderr:
         pytest.skip(ended.stderr.splitlines()[-1])
     assert ended.returncode == 0, ended.stderr
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert [row["case"] for row in rows] == [
-        "MLP 1k, 1000 Mbit/s, 2 hosts x 1 ranks x 16",
-        "MLP 1k, 1000 Mbit/s, 2 hosts x 2 ranks x 16",
-    ]
-
-
-@pytest.mark.soak
-def test_a_checkpoint_of_two_hosts_is_measured_in_the_call_and_until_it_is_on_disk(tmp_path):
-    ended = bench("host_checkpoint", "--quick", "--json", str(tmp_path / "rows"))
-    if "cannot be made here" in ended.stderr:
-        pytest.skip(ended.stderr.splitlines()[-1])
-    assert ended.returncode == 0, ended.stderr
-    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
-    assert [row["case"] for row in rows] == ["MLP 1k, in the call", "MLP 1k, until on disk"]
+    assert [json.loads(line)["case"] for line in (tmp_path / "rows").read_text().splitlines()] == cases

@@ -241,10 +241,8 @@ class CheckpointStore:
                 pieces, described[group] = plan_file(tensors, group)
                 work.needed += nbytes_of(pieces)
                 own.append(write_file(work.path / (group + SUFFIX), pieces))
-            work.doing, work.needed = (
-                f"writing {STATE}",
-                work.needed + len(text) + sum(each.nbytes for each in files.values()),
-            )
+            work.doing = f"writing {STATE}"
+            work.needed += len(text) + sum(layout.nbytes for layout in files.values())
             own.append(write_file(work.path / STATE, [text]))
             work.doing = "writing the parts of ranks"
             writer.write(ranges, files)

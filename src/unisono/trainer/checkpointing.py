@@ -21,6 +21,7 @@ from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.policy import Checkpoints
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
+from unisono.trainer.checkpoint_events import CheckpointEvents
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
 from unisono.trainer.host_parts import HostParts, Occasion
 from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, completion, fail
@@ -59,11 +60,9 @@ class Checkpointing:
         self._directory = None if directory is None else RunDirectory(directory, incremental=bool(policy.incremental))
         self._writer: BackgroundWriter | None = None
         self._best: BestCheckpoint | None = None
-        self._log = EventLog()
+        self._events = CheckpointEvents()
         self._is_written = True
         """False while a checkpoint is being written, and after that has failed."""
-        self._raised: BaseException | None = None
-        """The exception of a listener of the event "checkpoint", raised in the writer's thread."""
         self.hosts = HostParts(world, None if self._directory is None else self._directory.store)
         """Writes parts of checkpoints with other hosts, if they share the directory."""
         self.announcement = SaveAnnouncement()
@@ -114,11 +113,11 @@ class Checkpointing:
 
     def begin(self, log: EventLog, place: Place, history: EvaluationHistory, *, resumed: bool) -> None:
         """Start counting steps and time since the last checkpoint, and start the writer on rank 0."""
-        self._log = log
+        self._events.begin(log)
         self._rule.begin(place)
         if self._directory is not None and self._world.rank == 0:
             self._writer = BackgroundWriter(self._directory.store, self._policy.keep, self._on_written)
-            self._best = BestCheckpoint(self._directory.store, self._policy, self._warn)
+            self._best = BestCheckpoint(self._directory.store, self._policy, self._events.warn)
             self._best.begin(history, step=place[2], resumed=resumed)
 
     def take_over(self, saved: Place) -> None:
@@ -223,8 +222,7 @@ class Checkpointing:
             if occasion is not None:
                 self.hosts.offer(occasion)
             return
-        if self._raised is not None:
-            self._raise_for_listener()
+        self._events.raise_for_listener()
         if self._best is not None and self._best.has_candidate:
             if due is not False and self._best.needs_checkpoint(place[2]):
                 self.submit(place, capture, occasion)
@@ -234,7 +232,7 @@ class Checkpointing:
         if due is None:
             due = self._asks_for_one(place, epoch_ended=epoch_ended, told=told)
         if due and place != self.last:
-            self._raise_for_listener()
+            self._events.raise_for_listener()
             self.submit(place, capture, occasion)
 
     def is_due(self, place: Place, *, epoch_ended: bool) -> bool:
@@ -269,7 +267,7 @@ class Checkpointing:
         occasion = self.hosts.called(place) if on_all else None
         if occasion is not None:
             self.hosts.offer(occasion)
-        self._raise_for_listener()
+        self._events.raise_for_listener()
         self.submit(place, capture, occasion)
 
     def submit(
@@ -287,7 +285,7 @@ class Checkpointing:
         if self._writer is not None and self._directory is not None:
             error = self._wait()
             if error is not None:
-                self._warn(f"checkpoint not written: {error}")
+                self._events.warn(f"checkpoint not written: {error}")
             write: Callable[[], CheckpointInfo] | None = None
             if occasion is not None and not self.hosts.has_failed:
                 write = self.hosts.begin(occasion, capture, ends_early=waits)
@@ -338,10 +336,10 @@ class Checkpointing:
             nonlocal work
             assert self._writer is not None
             if tag is None:
-                self._raise_for_listener()
+                self._events.raise_for_listener()
             self.hold()
             if tag is None and (earlier := self._wait()) is not None:
-                self._warn(f"checkpoint not written: {earlier}")
+                self._events.warn(f"checkpoint not written: {earlier}")
             self._writer.join()
             try:
                 work = store.begin_parts(place[2], tag=tag)
@@ -370,7 +368,7 @@ class Checkpointing:
                     if work is None:
                         part.write()
                     else:
-                        self._emit(completion(store, work, part, capture)(), time.monotonic() - started_s)
+                        self._events.tell(completion(store, work, part, capture)(), time.monotonic() - started_s)
                 return True
             if work is None:
                 saving.start(part)
@@ -405,7 +403,7 @@ class Checkpointing:
                 if info is None:
                     groups, document = capture()
                     info = self._directory.store.write(place[2], groups, document, tag=tag)
-                self._emit(info, time.monotonic() - started_s)
+                self._events.tell(info, time.monotonic() - started_s)
         self.hosts.withdraw()
 
     def finish(self, place: Place, capture: Callable[[], Snapshot], *, retry: bool = True) -> None:
@@ -442,7 +440,7 @@ class Checkpointing:
                     raise error
         self.hosts.withdraw()
         self._directory.release()
-        self._raise_for_listener()
+        self._events.raise_for_listener()
 
     def rescue(self, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a state newer than every checkpoint, in this thread, while the process ends.
@@ -453,7 +451,7 @@ class Checkpointing:
             return
         error = self._wait()
         if error is not None:
-            self._warn(f"checkpoint not written: {error}")
+            self._events.warn(f"checkpoint not written: {error}")
         elif place == self.last:
             return
         started_s = time.monotonic()
@@ -466,9 +464,9 @@ class Checkpointing:
             self._on_written(info, time.monotonic() - started_s)
             self._directory.store.prune(self._policy.keep)
         except CheckpointError as error:
-            self._warn(f"checkpoint not written: {error}")
+            self._events.warn(f"checkpoint not written: {error}")
         else:
-            self._raise_for_listener()
+            self._events.raise_for_listener()
 
     def _wait(self) -> CheckpointError | None:
         """Wait until no write is in progress, and return the error of the last one, once."""
@@ -478,28 +476,8 @@ class Checkpointing:
             self._best.settle(error)
         return error
 
-    def _warn(self, sentence: str) -> None:
-        self._log.emit("warning", message=sentence)
-
     def _on_written(self, info: CheckpointInfo, seconds: float) -> None:
         if self._best is not None:
             self._best.written(info.step)
         self._is_written = True
-        try:
-            self._emit(info, seconds)
-        except BaseException as error:  # of a listener: the loop's next call raises it, and the checkpoint is written
-            self._raised = error
-
-    def _emit(self, info: CheckpointInfo, seconds: float) -> None:
-        self._log.emit(
-            "checkpoint", path=str(info.path), total_steps=info.step, nbytes=info.nbytes, seconds=round(seconds, 3)
-        )
-
-    def _raise_for_listener(self) -> None:
-        """Raise, once, what a listener raised when a checkpoint was written."""
-        if self._raised is not None:
-            error, self._raised = self._raised, None
-            try:
-                raise error
-            finally:
-                del error  # or it and this frame would keep each other, and the loop under way with them
+        self._events.tell_in_background(info, seconds)

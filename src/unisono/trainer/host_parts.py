@@ -178,6 +178,8 @@ class HostParts:
     ) -> Callable[[], CheckpointInfo]:
         """Begin a checkpoint on rank 0, and return what completes it, in any thread. Memory: the part of this rank.
 
+        If a part does not come, `has_failed` is True then.
+
         Args:
             occasion: When.
             capture: Returns the state of the run.
@@ -186,6 +188,20 @@ class HostParts:
         Raises:
             CheckpointError: A tensor cannot be stored.
         """
+        complete = self._begin(occasion, capture, ends_early=ends_early)
+
+        def completed() -> CheckpointInfo:
+            try:
+                return complete()
+            except CheckpointError as error:
+                self.has_failed = isinstance(error.__cause__, PartsError)
+                raise
+
+        return completed
+
+    def _begin(
+        self, occasion: Occasion, capture: Callable[[], Snapshot], *, ends_early: bool
+    ) -> Callable[[], CheckpointInfo]:
         try:
             work = self._checkpoints.begin_parts(occasion.place[2], tag=occasion.tag, mark=self._mark_of(occasion))
         except CheckpointError as error:
@@ -208,7 +224,7 @@ class HostParts:
         def gives_up(is_begun: bool) -> bool:
             return (ends_early and is_cut_off()) or (not is_begun and met != self._mark)
 
-        complete = completion(
+        return completion(
             self._checkpoints,
             work,
             OwnPart(writer, plans, ranges, {}),
@@ -217,15 +233,6 @@ class HostParts:
             gives_up=gives_up,
         )
 
-        def completed() -> CheckpointInfo:
-            try:
-                return complete()
-            except CheckpointError as error:
-                self.has_failed = isinstance(error.__cause__, PartsError)
-                raise
-
-        return completed
-
     def write(self, occasion: Occasion, capture: Callable[[], Snapshot]) -> CheckpointInfo | None:
         """Write a checkpoint on rank 0 while all ranks wait; None if a part has not come.
 
@@ -233,11 +240,10 @@ class HostParts:
             CheckpointError: It cannot be written.
         """
         try:
-            return self.begin(occasion, capture, ends_early=True)()
-        except CheckpointError:
-            if not self.has_failed:
+            return self._begin(occasion, capture, ends_early=True)()
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, PartsError):
                 raise
-            self.has_failed = False
             return None
 
     @property
