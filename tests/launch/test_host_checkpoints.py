@@ -54,7 +54,7 @@ for epoch in trainer.epochs(epochs):
         if todo == "linger" and trainer.rank == 2 and steps == 5:
             print("lingers", flush=True)
             time.sleep(1.5)
-        if todo == "die" and trainer.rank == 2 and steps == 5 and not trainer.recovered:
+        if todo == f"die {trainer.rank} {trainer.steps_done}" and not trainer.recovered:
             time.sleep(0.5)
             os.kill(os.getpid(), 9)
 if todo == "tag":
@@ -168,13 +168,27 @@ def test_a_part_that_is_damaged_is_found_by_the_rank_that_reads_it(hosts, job, a
 
 
 def test_a_rank_that_dies_before_it_offers_its_part_costs_that_checkpoint_alone(hosts, job, alone):
-    done = job("run", 2, todo="die")
+    done = job("run", 2, todo="die 2 5")
     sha = sha_of(succeeded(done).stdout)
     found = writers(hosts.folder / "run")
     assert "checkpoint not written: the checkpoint of step 5" in done[0].stderr
     assert "rank 2 had not written its part when a rank was lost" in done[0].stderr
     assert found == {f"step-{step:09}": None if step == 6 else BY_PARTS for step in (1, 2, 3, 4, 6, 7, 8)}
     assert alone("one", 2) == sha
+
+
+@pytest.mark.timeout(40)  # not the minute that rank 0 gives a rank to begin
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("step", [4, 5, 8])  # at the end of an epoch, in one, and at the end of the run
+def test_nobody_waits_for_a_part_that_cannot_come(hosts, job, alone, rank, step):
+    """The rank dies after the other one has asked for the next batch, which saves."""
+    done = job("run", 2, todo=f"die {rank} {step}")
+    assert sha_of(succeeded(done).stdout) == alone("one", 2)
+    store = CheckpointStore(hosts.folder / "run" / "checkpoints")
+    for info in store.list():
+        store.verify(info)
+    assert store.list()[0].step == 8
+    assert len(store.list()) >= 7
 
 
 def test_an_interrupt_before_a_part_is_offered_loses_nothing(hosts, job):
@@ -191,7 +205,7 @@ def test_an_interrupt_before_a_part_is_offered_loses_nothing(hosts, job):
 
 
 def test_a_death_before_a_part_is_offered_loses_nothing_where_no_rank_is_replaced(hosts, job, alone):
-    done = job("run", 2, todo="die", flags=("--recover", "off"))
+    done = job("run", 2, todo="die 2 5", flags=("--recover", "off"))
     assert [each.returncode for each in done] == [137, 137]
     found = writers(hosts.folder / "run")
     assert found == {f"step-{step:09}": None if step == 5 else BY_PARTS for step in range(1, 6)}, done[0].stderr
@@ -199,6 +213,7 @@ def test_a_death_before_a_part_is_offered_loses_nothing_where_no_rank_is_replace
     assert (begun_after(succeeded(last)), sha_of(last[0].stdout)) == (5, alone("one", 2))
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("third_host")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 40))])
 def test_hosts_that_are_lost_at_any_moment_leave_good_checkpoints_and_no_others(hosts, job, alone, seed):

@@ -220,7 +220,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     divided = None if base is None else divide_tables(world, modules, optimizers, base, settings)
     in_files = tensors_in_files(modules, optimizers)
     apart = in_files | ({} if divided is None else divided.places())
-    keeper = Checkpointing(settings.directory, policy, world, apart)
+    keeper = Checkpointing(settings.directory, policy, world, apart, loses_ranks=recovery.decisions.loses_ranks)
     position = recovery.position
     found = None if position is not None else keeper.find(settings.resume, in_parts=isinstance(cut, DividedModel))
     source = None if found is None else found.source

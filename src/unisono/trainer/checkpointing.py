@@ -46,6 +46,7 @@ class Checkpointing:
         world: The ranks.
         apart: By group and name, tensors in files, which are too large to be copied: checkpoints are read into them,
             and ranks wait while they are written.
+        loses_ranks: See `HostParts`.
     """
 
     def __init__(
@@ -54,6 +55,8 @@ class Checkpointing:
         policy: Checkpoints,
         world: World,
         apart: Mapping[tuple[str, str], Tensor] | None = None,
+        *,
+        loses_ranks: Callable[[], bool] = lambda: False,
     ) -> None:
         self._policy, self._world, self._apart = policy, world, apart or {}
         self._rule = SaveRule(policy)
@@ -63,14 +66,14 @@ class Checkpointing:
         self._events = CheckpointEvents()
         self._is_written = True
         """False while a checkpoint is being written, and after that has failed."""
-        self.hosts = HostParts(world, None if self._directory is None else self._directory.store)
-        """Writes parts of checkpoints with other hosts, if they share the directory."""
         self.announcement = SaveAnnouncement()
         """Tells all ranks that a checkpoint is due."""
+        self.hosts = HostParts(world, self.store, self.announcement, loses_ranks)
+        """Writes parts of checkpoints with other hosts, if they share the directory."""
 
     def meet(self) -> None:
         """Find out which ranks write. Every rank must call it, when its world is new. See `HostParts.meet`."""
-        self.announcement.forget()
+        self.announcement.meet()
         self.hosts.meet()
 
     def announce(self, total_steps: int, *, is_wanted: bool) -> None:
@@ -163,7 +166,8 @@ class Checkpointing:
     def settle(self) -> None:
         """Wait until no checkpoint is being written, and record the best one if it is on the disk."""
         if self._writer is not None and self._best is not None:
-            self._writer.join()
+            with self.hosts.awaited():
+                self._writer.join()
             self._best.record_written()
 
     @property
@@ -270,16 +274,13 @@ class Checkpointing:
         self._events.raise_for_listener()
         self.submit(place, capture, occasion)
 
-    def submit(
-        self, place: Place, capture: Callable[[], Snapshot], occasion: Occasion | None = None, *, waits: bool = False
-    ) -> None:
+    def submit(self, place: Place, capture: Callable[[], Snapshot], occasion: Occasion | None = None) -> None:
         """Write a checkpoint as `save` does, but keep a listener's exception for later.
 
         Args:
             place: The place of the run.
             capture: Returns its state.
             occasion: When other hosts offer their parts. None: this rank writes alone.
-            waits: True if ranks wait until it is written.
         """
         self.hold()
         if self._writer is not None and self._directory is not None:
@@ -288,7 +289,7 @@ class Checkpointing:
                 self._events.warn(f"checkpoint not written: {error}")
             write: Callable[[], CheckpointInfo] | None = None
             if occasion is not None and not self.hosts.has_failed:
-                write = self.hosts.begin(occasion, capture, ends_early=waits)
+                write = self.hosts.begin(occasion, capture)
             self.hosts.has_failed = False
             groups, document = ({}, {}) if write is not None else capture()
             if self._best is not None:
@@ -398,7 +399,8 @@ class Checkpointing:
             if self._writer is not None:
                 started_s = time.monotonic()
                 self.hold()
-                self._writer.join()
+                with self.hosts.awaited():
+                    self._writer.join()
                 info = None if occasion is None else self.hosts.write(occasion, capture)
                 if info is None:
                     groups, document = capture()
@@ -431,7 +433,7 @@ class Checkpointing:
                 error = self._wait()
                 due = self._best is not None and self._best.needs_checkpoint(place[2])
                 if place != self.last or (retry and (error is not None or due)):
-                    self.submit(place, capture, occasion, waits=True)
+                    self.submit(place, capture, occasion)
                     error = self._wait()
                     if self.hosts.has_failed:
                         self.submit(place, capture)
@@ -471,7 +473,8 @@ class Checkpointing:
     def _wait(self) -> CheckpointError | None:
         """Wait until no write is in progress, and return the error of the last one, once."""
         assert self._writer is not None
-        error = self._writer.wait()
+        with self.hosts.awaited():
+            error = self._writer.wait()
         if self._best is not None:
             self._best.settle(error)
         return error

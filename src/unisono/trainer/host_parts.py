@@ -3,16 +3,17 @@
 Whether they do is found out when ranks meet, at the start of a run and after a recovery: rank 0 leaves a file with a
 random name, and one rank of each host looks for it and makes one beside it. A save then needs no exchange, so ranks
 may die at any moment of it: each knows the name of the folder and who writes what, copies its part, and writes it as
-soon as the folder is there (`state.part_writing`). Rank 0 decides. What it does not begin, the others drop. Start
-reading at `HostParts.meet`, `HostParts.offer` and `HostParts.begin`.
+soon as the folder is there (`state.part_writing`). Rank 0 decides. What it does not begin, the others drop. When ranks
+have met, rank 0 writes alone until they have made a step together. Start reading at `HostParts.meet`,
+`HostParts.offer` and `HostParts.begin`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
-from unisono.job.current import is_cut_off
 from unisono.job.ranks import local_world_size
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
@@ -31,6 +31,7 @@ from unisono.state.part_writing import POLL_S, FileRange, PartsError, PartWriter
 from unisono.state.safetensors_format import lay_out, tied_names
 from unisono.state.temporary_paths import meeting_path, new_mark
 from unisono.trainer.part_saving import OwnPart, completion, fail
+from unisono.trainer.save_announcement import SaveAnnouncement
 from unisono.trainer.save_rule import Place
 from unisono.trainer.snapshot import Subjects, capture_trained
 
@@ -38,6 +39,8 @@ __all__ = ["HostParts", "Occasion"]
 
 _PATIENCE_S = 2.0
 """Seconds for which a part is offered after the program of this process has ended."""
+_AWAITED_S = 10.0
+"""Seconds for which others wait for rank 0 while it waits for a part: fewer than launchers give a process to end."""
 
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 
@@ -71,15 +74,25 @@ class HostParts:
     Args:
         world: The ranks, which may be different ones later.
         store: The checkpoints of the run. None: it has none.
+        announcement: Tells all ranks that a checkpoint is due, and when they have made a step together.
+        loses_ranks: Returns True if ranks are lost that the others have not replaced yet. Called in any thread.
     """
 
-    def __init__(self, world: World, store: CheckpointStore | None) -> None:
-        self._world, self._store = world, store
+    def __init__(
+        self,
+        world: World,
+        store: CheckpointStore | None,
+        announcement: SaveAnnouncement,
+        loses_ranks: Callable[[], bool],
+    ) -> None:
+        self._world, self._store, self._announcement, self._loses_ranks = world, store, announcement, loses_ranks
         self._subjects: Subjects | None = None
         self._ranks: list[int] = []
         self._mark = ""
         self._calls = 0
         self._offers: list[_OfferedPart] = []
+        self._awaited_since: float | None = None
+        """When ranks began to wait for this one."""
         self.has_failed = False
         """True after a part has not come, until a checkpoint is begun."""
 
@@ -98,16 +111,23 @@ class HostParts:
 
     def asked(self, place: Place) -> Occasion | None:
         """Return the occasion that the loop asks for a batch or an epoch; None if rank 0 writes alone."""
-        return Occasion(place, _ASKING) if self.are_shared else None
+        return Occasion(place, _ASKING) if self._are_together else None
 
     def called(self, place: Place, tag: str | None = None) -> Occasion | None:
         """Return the occasion that the user calls for a checkpoint on all ranks; None if rank 0 writes alone."""
+        if not self._are_together:
+            return None
         self._calls += 1
-        return Occasion(place, _ENDING + self._calls, tag) if self.are_shared else None
+        return Occasion(place, _ENDING + self._calls, tag)
 
     def ending(self, place: Place) -> Occasion | None:
         """Return the occasion that the run ends; None if rank 0 writes alone."""
-        return Occasion(place, _ENDING) if self.are_shared else None
+        return Occasion(place, _ENDING) if self._are_together else None
+
+    @property
+    def _are_together(self) -> bool:
+        """True if all ranks come to the same occasions: none has come to one as the ranks that they were before."""
+        return self.are_shared and self._announcement.has_stepped
 
     def meet(self) -> None:
         """Find out who writes from now on. Every rank must call it, when its world is new. Two small exchanges.
@@ -173,9 +193,7 @@ class HostParts:
             if before is None or each.total_steps < before:
                 each.withdrawn.set()
 
-    def begin(
-        self, occasion: Occasion, capture: Callable[[], Snapshot], *, ends_early: bool = False
-    ) -> Callable[[], CheckpointInfo]:
+    def begin(self, occasion: Occasion, capture: Callable[[], Snapshot]) -> Callable[[], CheckpointInfo]:
         """Begin a checkpoint on rank 0, and return what completes it, in any thread. Memory: the part of this rank.
 
         If a part does not come, `has_failed` is True then.
@@ -183,12 +201,11 @@ class HostParts:
         Args:
             occasion: When.
             capture: Returns the state of the run.
-            ends_early: True to give up soon after a rank was lost, since ranks wait for this one.
 
         Raises:
             CheckpointError: A tensor cannot be stored.
         """
-        complete = self._begin(occasion, capture, ends_early=ends_early)
+        complete = self._begin(occasion, capture)
 
         def completed() -> CheckpointInfo:
             try:
@@ -199,9 +216,7 @@ class HostParts:
 
         return completed
 
-    def _begin(
-        self, occasion: Occasion, capture: Callable[[], Snapshot], *, ends_early: bool
-    ) -> Callable[[], CheckpointInfo]:
+    def _begin(self, occasion: Occasion, capture: Callable[[], Snapshot]) -> Callable[[], CheckpointInfo]:
         try:
             work = self._checkpoints.begin_parts(occasion.place[2], tag=occasion.tag, mark=self._mark_of(occasion))
         except CheckpointError as error:
@@ -219,19 +234,37 @@ class HostParts:
             writer.close()
             work.close()
             raise
-        met = self._mark
-
-        def gives_up(is_begun: bool) -> bool:
-            return (ends_early and is_cut_off()) or (not is_begun and met != self._mark)
-
         return completion(
             self._checkpoints,
             work,
             OwnPart(writer, plans, ranges, {}),
             lambda _: (groups, document),
             ranks=self._ranks,
-            gives_up=gives_up,
+            gives_up=partial(self._gives_up, self._mark),
         )
+
+    def _gives_up(self, mark: str, is_begun: bool) -> bool:
+        """Return True if a part is not worth to be waited for.
+
+        Args:
+            mark: That of the ranks when the checkpoint was begun.
+            is_begun: True if the part is being written, as far as is seen from here: a host that is lost may leave its
+                locks on a network file system.
+        """
+        since = self._awaited_since
+        if since is not None and self._loses_ranks():
+            return True
+        is_late = since is not None and time.monotonic() - since > _AWAITED_S
+        return sum((is_late, mark != self._mark, not is_begun)) > 1  # two good reasons
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """While in this context, do not wait long for parts: ranks wait for this one."""
+        self._awaited_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._awaited_since = None
 
     def write(self, occasion: Occasion, capture: Callable[[], Snapshot]) -> CheckpointInfo | None:
         """Write a checkpoint on rank 0 while all ranks wait; None if a part has not come.
@@ -240,7 +273,8 @@ class HostParts:
             CheckpointError: It cannot be written.
         """
         try:
-            return self._begin(occasion, capture, ends_early=True)()
+            with self.awaited():
+                return self._begin(occasion, capture)()
         except CheckpointError as error:
             if not isinstance(error.__cause__, PartsError):
                 raise

@@ -47,6 +47,10 @@ class LauncherDecisions:
         """True if the launcher ends the job because a rank has failed."""
         return self._link is not None and self._link.job_failed()
 
+    def loses_ranks(self) -> bool:
+        """Return True if ranks are replaced that this rank has not met yet, or the job ends because of a failure."""
+        return self.has_failed or self._has_come()
+
     def refuse(self, reason: str) -> None:
         """Tell the launcher why it must not replace single ranks of this job."""
         if self._link is not None and not self._refused:

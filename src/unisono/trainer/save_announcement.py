@@ -15,6 +15,9 @@ class SaveAnnouncement:
         self._is_wanted = False
         self.is_agreed = False
         """True if all ranks know that a checkpoint is due when the loop asks. Equal on all ranks."""
+        self.has_stepped = False
+        """True if ranks have made a step together since they met. Before it, some may have asked for a batch or an
+        epoch as the ranks that they were, and others ask for the same one now."""
 
     def announce(self, *, is_wanted: bool) -> None:
         """Note on rank 0, before a step, whether a checkpoint is due after it."""
@@ -27,7 +30,13 @@ class SaveAnnouncement:
     def agree(self, *, is_wanted: bool) -> None:
         """Note in a step what all ranks know of it together."""
         self.is_agreed |= is_wanted
+        self.has_stepped = True
 
     def forget(self) -> None:
-        """Begin anew: the loop has asked, or ranks have met anew."""
+        """Begin anew: the loop has asked."""
         self._is_wanted = self.is_agreed = False
+
+    def meet(self) -> None:
+        """Begin anew: ranks meet, at the start or after some were replaced."""
+        self.forget()
+        self.has_stepped = False
