@@ -50,7 +50,9 @@ def test_every_rank_has_written_its_parts_of_the_files_that_one_rank_would_write
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("ranks", "how"), [(3, "block"), (4, "size"), (3, "zero1"), (4, "replicas")])
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(3, "block"), (4, "size"), (3, "zero1"), (4, "replicas"), (2, "stages"), (4, "both")]
+)
 def test_parts_of_ranks_make_the_files_that_one_rank_would_write(fork_ranks, tmp_path, undisturbed, ranks, how):
     job = fork_ranks(ranks, PROGRAM, tmp_path, how, "compare")
     assert [job.lines(rank) for rank in range(ranks)] == [[f"from 0 {undisturbed}"]] * ranks
@@ -112,17 +114,19 @@ def test_a_missing_file_and_a_checkpoint_of_another_model_are_named(fork_ranks, 
     assert "model.safetensors" in job.err
 
 
-def test_a_rank_that_dies_while_it_writes_leaves_the_older_checkpoints(run_ranks, tmp_path, undisturbed):
-    job = run_ranks(2, PROGRAM, tmp_path, "block", "die=7", flags=["--max-restarts", "1"])
+@pytest.mark.parametrize(("how", "flags"), [("block", []), ("stages", ["--recover", "off"])])
+def test_a_rank_that_dies_while_it_writes_leaves_the_older_checkpoints(run_ranks, tmp_path, undisturbed, how, flags):
+    job = run_ranks(2, PROGRAM, tmp_path, how, "die=7", flags=["--max-restarts", "1", *flags])
     assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 4 {undisturbed}"] * 2
     assert not [*(tmp_path / "checkpoints").glob(".tmp-*")]
 
 
-def test_ranks_that_do_not_see_the_files_leave_them_to_rank_0(fork_ranks, tmp_path, undisturbed):
-    fork_ranks(2, PROGRAM, tmp_path, "block", "apart=1", "max_steps=5")
+@pytest.mark.parametrize("how", ["block", "stages"])
+def test_ranks_that_do_not_see_the_files_leave_them_to_rank_0(fork_ranks, tmp_path, undisturbed, how):
+    fork_ranks(2, PROGRAM, tmp_path, how, "apart=1", "max_steps=5")
     manifest = (tmp_path / "checkpoints" / "step-000000003" / "manifest.json").read_text()
     assert not re.search(r'[0-9a-f]{64} [0-9]+"', manifest)  # a region with its writer
-    job = fork_ranks(2, PROGRAM, tmp_path, "block", "apart=1")
+    job = fork_ranks(2, PROGRAM, tmp_path, how, "apart=1")
     assert [job.lines(rank) for rank in range(2)] == [[f"from 5 {undisturbed}"]] * 2
 
 

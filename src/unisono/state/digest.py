@@ -127,6 +127,28 @@ def copy_each(
     return result
 
 
+def copied_range(tensor: Tensor, start: int, stop: int, name: str) -> Tensor:
+    """Return a copy of some elements of a tensor, in the order of indices, as plain CPU memory.
+
+    Args:
+        tensor: The tensor.
+        start: The first element.
+        stop: The one after the last.
+        name: Of the tensor, for errors.
+
+    Raises:
+        CheckpointError: See `exact`.
+
+    >>> copied_range(torch.arange(6).reshape(2, 3).t(), 1, 4, "w")
+    tensor([3, 1, 4])
+    """
+    check_storable(tensor, name)
+    vector = (tensor if tensor.is_contiguous() else exact(tensor, name)).detach().view(-1)
+    own = exact(vector[start:stop], name)
+    is_shared = own.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    return own.clone() if is_shared else own
+
+
 def memory(tensor: Tensor) -> memoryview:
     """Return a view of the bytes of a contiguous CPU tensor, without a copy. The view keeps the memory alive.
 

@@ -341,7 +341,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         )
         cut.has_beside(subjects.averages.values(), subjects.optimizers.values())
         cut.before_release = commits.commit_base
-        gathering = StageGathering(cut, subjects, buffers, commits)
+        gathering = StageGathering(world, cut, subjects, buffers, commits)
         state = StagedState(
             run,
             select=select,

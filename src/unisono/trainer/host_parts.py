@@ -24,7 +24,7 @@ from unisono.errors import CheckpointError
 from unisono.job.ranks import local_world_size
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
-from unisono.state.digest import check_storable, exact
+from unisono.state.digest import check_storable, copied_range
 from unisono.state.manifest import SUFFIX
 from unisono.state.part_plan import PartPlan, even_claims, plan_parts
 from unisono.state.part_writing import POLL_S, FileRange, PartsError, PartWriter
@@ -323,12 +323,8 @@ class HostParts:
             if not number:
                 ranges.append(FileRange(group + SUFFIX, 0, plan.layout.header))
             for claim, at in plan.starts[number].items():
-                tensor, name = groups[group][claim.name].detach(), f"{group}.{claim.name}"
-                if not tensor.is_contiguous():
-                    tensor = exact(tensor, name)
-                own = exact(tensor.view(-1)[claim.start : claim.stop], name)
-                is_copied = own.device != tensor.device
-                ranges.append(FileRange(group + SUFFIX, at, own if is_copied else own.clone()))
+                own = copied_range(groups[group][claim.name], claim.start, claim.stop, f"{group}.{claim.name}")
+                ranges.append(FileRange(group + SUFFIX, at, own))
         return ranges
 
 

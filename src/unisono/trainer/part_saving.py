@@ -1,8 +1,8 @@
 """Checkpoints of a divided run that all ranks write, each its own part, so that none needs the whole.
 
-At a save, ranks exchange what they have and copy their parts. From then on they talk by files in the folder of the
-checkpoint (`state.part_writing`), so threads can write while training uses the collectives. Rank 0 completes it. Start
-reading at `PartSaving.prepare`.
+At a save, ranks tell each other what they have (`divided_parts`, `stage_parts`) and copy their parts. From then on they
+talk by files in the folder of the checkpoint (`state.part_writing`), so threads can write while training uses the
+collectives. Rank 0 completes it. Start reading at `PartSaving.prepare`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,50 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from torch import Tensor
 
 from unisono.collectives.world import World
-from unisono.engine.sharded import Division
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.codec import to_json
 from unisono.state.digest import copy_each
 from unisono.state.manifest import SUFFIX
-from unisono.state.part_plan import PartPlan
+from unisono.state.part_plan import Claim, PartPlan
 from unisono.state.part_writing import FileRange, PartWriter, is_begun_by
-from unisono.trainer.divided_parts import Contents, own_table
-from unisono.trainer.snapshot import Subjects
 
-__all__ = ["OptimizerStates", "OwnPart", "PartSaving", "completion", "fail"]
+__all__ = ["OptimizerStates", "OwnPart", "PartContents", "PartSaving", "completion", "fail"]
 
 OptimizerStates = Mapping[str, dict[str, dict[str, Any]]]
 """The state of optimizers by the name of the optimizer, that of the parameter and key."""
+
+
+class PartContents(Protocol):
+    """The groups of a checkpoint of which ranks have parts."""
+
+    plans: dict[str, PartPlan]
+    """By group, who writes what."""
+    values: dict[str, dict[Claim, Tensor]]
+    """By group, copies of what this rank writes."""
+
+    @property
+    def optimizers(self) -> OptimizerStates:
+        """The state of the optimizers, with tensors on the meta device for what ranks have parts of."""
+        ...
+
+
+class _Divided(Protocol):
+    """A run that is divided."""
+
+    def describe(self) -> Any:
+        """Return what this rank has, without values, for the others."""
+        ...
+
+    def contents(self, tables: list[Any]) -> PartContents:
+        """Return what is written, from what each rank has described. Every rank must call it."""
+        ...
 
 
 class OwnPart(NamedTuple):
@@ -44,7 +67,7 @@ class OwnPart(NamedTuple):
     """By group, who writes what."""
     ranges: list[FileRange]
     optimizers: OptimizerStates
-    """See `Contents.optimizers`."""
+    """See `PartContents.optimizers`."""
 
     def write(self) -> None:
         """Write it, and leave a report for rank 0."""
@@ -56,19 +79,17 @@ class PartSaving:
 
     Args:
         world: The ranks.
-        division: The state of the run on this rank.
-        subjects: The objects of the run.
+        divided: Has this rank's part of the run.
     """
 
-    def __init__(self, world: World, division: Division, subjects: Subjects) -> None:
-        self._world, self._division, self._subjects = world, division, subjects
+    def __init__(self, world: World, divided: _Divided) -> None:
+        self._world, self._divided = world, divided
         self._thread: threading.Thread | None = None
 
     def prepare(self, folder: Path) -> OwnPart | None:
         """Copy this rank's part of the present state; None on all ranks if not all of them can write to the folder.
 
-        Every rank must call it, while the run is divided. Memory: the part. Traffic: a description of the optimizers'
-        state, and parameters that have to be assembled (see `Contents`).
+        Every rank must call it, while the run is divided. Memory: the part. Traffic: descriptions of the tensors.
 
         Args:
             folder: The folder of the checkpoint, which rank 0 has begun.
@@ -80,7 +101,7 @@ class PartSaving:
         with suppress(OSError):  # this rank has no such folder, or no right to write there: then rank 0 writes alone
             writer = PartWriter(folder, world.rank)
         try:
-            own = (writer is not None, own_table(self._division, self._subjects.optimizers))
+            own = (writer is not None, self._divided.describe())
             everyone = world.gather(own, "a checkpoint in parts")
             # A folder of the same name on another host would do, but for the files that rank 0 must find there.
             is_shared = world.broadcast_bytes(lambda: b"1" if is_begun_by(folder, world.size) else b"0") == b"1"
@@ -88,7 +109,7 @@ class PartSaving:
                 if writer is not None:
                     writer.close()
                 return None
-            contents = Contents(world.rank, self._division, self._subjects, [table for _, table in everyone])
+            contents = self._divided.contents([table for _, table in everyone])
         except BaseException:
             if writer is not None:
                 writer.close()

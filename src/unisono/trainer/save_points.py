@@ -18,6 +18,7 @@ from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.save_rule import Place
 from unisono.trainer.shard_gathering import ShardGathering
+from unisono.trainer.stage_gathering import StageGathering
 from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
 
@@ -281,9 +282,10 @@ class SavePoints:
     def _save_last_parts(self) -> None:
         """Let each rank write its part of the end of a run, if that is not on the disk, before parts come together."""
         gathering = self._gathering
-        if not self._keeps or not isinstance(gathering, ShardGathering):
+        if not self._keeps or not isinstance(gathering, (ShardGathering, StageGathering)):
             return
-        if gathering.stays_divided:
+        if self._stays_divided:
+            assert isinstance(gathering, ShardGathering)
             gathering.divide_again()
         if not gathering.is_divided:
             return
@@ -292,13 +294,13 @@ class SavePoints:
             self._keeper.settle()
             return b"1" if self._keeper.is_wanted_at_end(self._cursor.place) else b"0"
 
-        if self._parts.run.world.broadcast_bytes(is_due) == b"1" and not self._save_parts() and gathering.stays_divided:
+        if self._parts.run.world.broadcast_bytes(is_due) == b"1" and not self._save_parts() and self._stays_divided:
             self._gather(everywhere=False)
 
     def _save_parts(self, tag: str | None = None) -> bool:
         """Let each rank write its part, if the run is divided and they can; otherwise return False on all ranks."""
         gathering = self._gathering
-        if not isinstance(gathering, ShardGathering) or not gathering.is_divided:
+        if not isinstance(gathering, (ShardGathering, StageGathering)) or not gathering.is_divided:
             return False
         return self._keeper.save_parts(
             self._cursor.place, lambda optimizers: self._asked.capture(None, optimizers), gathering.saving, tag=tag

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from unisono.collectives.world import World
 from unisono.engine.sharded import Division
 from unisono.errors import UnisonoError
 from unisono.parallel.sharding.gathering import gather_state
+from unisono.trainer.divided_parts import Contents, Table, own_table
 from unisono.trainer.part_saving import PartSaving
 from unisono.trainer.snapshot import Subjects
 
@@ -23,8 +26,16 @@ class ShardGathering:
 
     def __init__(self, world: World, division: Division, subjects: Subjects) -> None:
         self._world, self._division, self._subjects = world, division, subjects
-        self.saving = PartSaving(world, division, subjects)
+        self.saving = PartSaving(world, self)
         """Lets each rank write its own part of a checkpoint."""
+
+    def describe(self) -> Table:
+        """Return what this rank has of the optimizers' state."""
+        return own_table(self._division, self._subjects.optimizers)
+
+    def contents(self, tables: Sequence[Table]) -> Contents:
+        """Return what is written to a checkpoint. Every rank must call it. Memory and traffic: see `Contents`."""
+        return Contents(self._world.rank, self._division, self._subjects, tables)
 
     @property
     def is_divided(self) -> bool:

@@ -5,7 +5,7 @@ A snapshot holds nothing that depends on the number of ranks, and uses the plain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "facts_of",
     "model_tensors",
     "optimizer_state",
+    "tied_members",
 ]
 
 _EXTRA_STATE = "_extra_state"
@@ -147,14 +148,23 @@ def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
     They are read from the modules themselves: an overridden `state_dict` may omit some, or return copies.
     """
-    return {
-        prefix + plain_name(f"{path}.{name}" if path else name): value.detach()
-        for prefix, root in modules.items()
-        for path, module in root.named_modules(remove_duplicate=False)
-        for tensors, left_out in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set))
-        for name, value in tensors.items()
-        if value is not None and name not in left_out
-    }
+    return {name: value.detach() for name, value in _members(modules)}
+
+
+def tied_members(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return, for each name of `model_tensors` whose parameter or buffer has an earlier name, that name."""
+    first: dict[int, str] = {}
+    owners = {name: first.setdefault(id(value), name) for name, value in _members(modules)}
+    return {name: owner for name, owner in owners.items() if owner != name}
+
+
+def _members(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for prefix, root in modules.items():
+        for path, module in root.named_modules(remove_duplicate=False):
+            for tensors, left_out in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set)):
+                for name, value in tensors.items():
+                    if value is not None and name not in left_out:
+                        yield prefix + plain_name(f"{path}.{name}" if path else name), value
 
 
 def check_storable_models(modules: Mapping[str, nn.Module]) -> None:

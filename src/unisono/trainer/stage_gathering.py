@@ -1,20 +1,28 @@
-"""Brings the state of all stages of a cut model together, where it is to be saved or to be looked at as a whole."""
+"""Brings the state of all stages of a cut model together, where it is to be saved or to be looked at as a whole.
+
+Ranks without shared memory write their parts of a checkpoint themselves, if they see one directory (`stage_parts`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from unisono.collectives.world import World
 from unisono.engine.staged import StagedBuffers, StageMap
 from unisono.errors import UnisonoError
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.gathering import gather_state
 from unisono.state.codec import decode, encode
 from unisono.state.tensor_groups import TensorGroups, broadcast_groups
+from unisono.trainer.part_saving import PartSaving
 from unisono.trainer.restoration import put_optimizer_state
 from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
 from unisono.trainer.stage_commits import StageCommits
+from unisono.trainer.stage_parts import StageContents, StageTable, own_stage_table
 
 __all__ = ["StageGathering"]
 
@@ -23,14 +31,51 @@ class StageGathering:
     """Gathers the state of a run whose model is cut.
 
     Args:
+        world: All ranks.
         cut: The model.
         subjects: The objects of the run.
         buffers: The buffers of this rank's stages.
         commits: Keep the state of all stages in shared memory, where it is gathered from if it is there.
     """
 
-    def __init__(self, cut: CutModel, subjects: Subjects, buffers: StagedBuffers, commits: StageCommits) -> None:
-        self._cut, self._subjects, self._buffers, self._commits = cut, subjects, buffers, commits
+    def __init__(
+        self, world: World, cut: CutModel, subjects: Subjects, buffers: StagedBuffers, commits: StageCommits
+    ) -> None:
+        self._world, self._cut, self._subjects, self._buffers, self._commits = world, cut, subjects, buffers, commits
+        self.saving = PartSaving(world, self)
+        """Lets each rank write its own part of a checkpoint."""
+
+    @property
+    def is_divided(self) -> bool:
+        """True if each rank has the state of its own stages alone, also in shared memory. Equal on all ranks."""
+        return self.needs_others and self._cut.ownership.whole == "nowhere"
+
+    def describe(self) -> StageTable:
+        """Return what the stages of this rank have. Every rank must call it.
+
+        Traffic: with zero=1, the optimizers' state of a stage, between the ranks that compute it.
+        """
+        self._gather_columns()
+        known = self._cut.ownership.map
+        assert known is not None
+        return own_stage_table(self._subjects, partial(self._is_own, known))
+
+    def contents(self, tables: Sequence[StageTable]) -> StageContents:
+        """Return what is written to a checkpoint. Every rank must call it.
+
+        Traffic: buffers that are in no state_dict, from the stages that have them to rank 0.
+        """
+        ranks = self._cut.ranks
+        own = (
+            {name: each.cpu() for name, each in self._buffers.own_state_dict().items()}
+            if self._world.rank < ranks.size
+            else {}
+        )
+        transient = self._world.gather_to_main(own, "Trainer gathering buffers") or []
+        for place, values in enumerate(transient):
+            if place != ranks.place:
+                self._buffers.take(values)
+        return StageContents(ranks, self._world.rank, self._subjects, tables)
 
     @property
     def is_whole(self) -> bool:
@@ -56,10 +101,7 @@ class StageGathering:
         ownership, ranks = self._cut.ownership, self._cut.ranks
         if ownership.map is None or ownership.whole == "everywhere" or (ownership.whole == "main" and not everywhere):
             return
-        divisions = self._cut.divisions
-        if divisions is not None:
-            for stage, division in divisions.of_stage.items():
-                gather_state(ranks.columns[stage], division, divisions.optimizers, everywhere=True)
+        self._gather_columns()
         wanted = everywhere or ranks.pipeline.rank == 0
         if wanted:
             self._cut.restore()
@@ -75,6 +117,13 @@ class StageGathering:
             if wanted and place != ranks.place:
                 self._take(document, groups)
         ownership.whole = "everywhere" if everywhere else "main"
+
+    def _gather_columns(self) -> None:
+        """Bring the optimizers' state of a stage together, if replicas divide it. Every rank must call it."""
+        divisions = self._cut.divisions
+        if divisions is not None:
+            for stage, division in divisions.of_stage.items():
+                gather_state(self._cut.ranks.columns[stage], division, divisions.optimizers, everywhere=True)
 
     def _read(self, place: int) -> None:
         """Take over what another rank's stages have from shared memory."""

@@ -1,4 +1,4 @@
-"""A divided run whose parameters are odd: saved by parts of ranks, and by rank 0, which must give the same files.
+"""A run that is divided or cut, with odd parameters: saved by parts of ranks, and by rank 0, to the same files.
 
 Arguments: the directory; how to divide, "" for not at all; and options. max_steps=N ends early. compare saves the state
 of step 5 twice, and compares. load loads the weights of step 3 after step 6. apart=R lets rank R see no files of
@@ -27,6 +27,7 @@ SHARDS = {
     "zero1": {"zero": 1},
     "replicas": {"replicas": 2},
 }
+STAGES = {"stages": {"stages": 2}, "both": {"stages": 2, "replicas": 2, "zero": 1}}
 DIE = int(options.get("die", -1))
 
 
@@ -86,6 +87,9 @@ if "two" in options:
         "one": torch.optim.AdamW(trained[:3], lr=1e-2),
         "other": torch.optim.SGD(trained[3:], lr=1e-2, momentum=0.9),
     }
+parallel = None
+if how:
+    parallel = unisono.parallel.Pipeline(**STAGES[how]) if how in STAGES else unisono.parallel.Shard(**SHARDS[how])
 trainer = unisono.Trainer(
     model,
     optimizer,
@@ -95,7 +99,7 @@ trainer = unisono.Trainer(
     clip_grad_norm=1.0,
     ema_decay=0.9,
     checkpoints=unisono.Checkpoints(every_steps=3, keep=9),
-    parallel=unisono.parallel.Shard(**SHARDS[how]) if how else None,
+    parallel=parallel,
 )
 begun = trainer.steps_done
 for _ in trainer.epochs(2, max_steps=int(options["max_steps"]) if "max_steps" in options else None):

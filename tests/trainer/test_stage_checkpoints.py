@@ -1,0 +1,119 @@
+"""Checkpoints of a model that is cut over ranks: each writes what its stages have, and any number of ranks reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, sys
+import torch, torch.nn.functional as F
+import unisono
+from unisono.parallel import Pipeline
+folder, parallel, optimizers, steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+torch.manual_seed(3)
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return torch.tanh(self.norm(self.linear(x))) + x
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.head = torch.nn.Linear(6, 32), torch.nn.Linear(32, 6), torch.nn.Linear(32, 32)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(4))
+        self.head.weight = self.blocks[0].linear.weight
+        self.columns = torch.nn.Parameter(torch.randn(6, 32).t())  # not contiguous
+        self.unused = torch.nn.Parameter(torch.randn(5))
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(self.head(x)) + x @ self.columns
+model = Model()
+parameters = list(model.parameters())
+optimizer = {
+    "one": lambda: torch.optim.AdamW(parameters, lr=0.01),
+    "two": lambda: {
+        "a": torch.optim.AdamW(parameters[:6], lr=0.01), "b": torch.optim.SGD(parameters[6:], lr=0.01, momentum=0.9),
+    },
+}[optimizers]()
+data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(0, 6, (48,)))
+trainer = unisono.Trainer(
+    model, optimizer, virtual_ranks=4, seed=5, progress=False, directory=folder, ema_decay=0.9,
+    checkpoints=unisono.Checkpoints(every_steps=1, every_minutes=None, keep=50),
+    **({"parallel": eval(parallel)} if parallel else {}),
+)
+print("after", trainer.steps_done)
+for epoch in trainer.epochs(2, max_steps=steps):
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch)
+        if trainer.steps_done == 3:
+            trainer.save(tag="third")
+        if trainer.steps_done == 6:
+            trainer.save()
+            trainer.save()
+print(trainer.digest())
+"""
+GROUPS = ("model", "ema", "optimizer")
+
+
+@pytest.fixture
+def run(fork_ranks, tmp_path):
+    """Run the program on ranks without shared memory; return what each of them prints: where it began, and a digest."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def run(ranks, folder, parallel="", optimizers="one", steps=8):
+        job = fork_ranks(ranks, tmp_path / "program.py", tmp_path / folder, parallel, optimizers, steps)
+        assert len({tuple(job.lines(rank)) for rank in range(ranks)}) == 1
+        return job.lines(0)
+
+    return run
+
+
+def writers(checkpoint: Path) -> dict[str, set[int]]:
+    """The ranks that have written each file; none where rank 0 has written the whole one."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    return {
+        file["name"].removesuffix(".safetensors"): {int(region.split()[2]) for region in file.get("regions", ())}
+        for file in files
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "optimizers"),
+    [
+        (2, "Pipeline(stages=2)", "two"),
+        (4, "Pipeline(stages=2, replicas=2)", "one"),
+        (4, "Pipeline(stages=2, replicas=2, zero=1)", "two"),
+        (2, "Pipeline(stages=4, schedule='interleaved')", "one"),
+        pytest.param(3, "Pipeline(stages=3)", "one", marks=pytest.mark.soak),
+        pytest.param(4, "Pipeline(stages=4)", "two", marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_write_the_files_that_one_process_would_write(run, tmp_path, ranks, parallel, optimizers):
+    assert run(1, "one", optimizers=optimizers) == run(ranks, "run", parallel, optimizers)
+    found = sorted((tmp_path / "one").glob("checkpoints/*"))
+    assert [path.name for path in found] == [*(f"step-{step:09}" for step in range(1, 9)), "tag-third"]
+    for path in found:
+        checkpoint = tmp_path / "run" / "checkpoints" / path.name
+        for group in GROUPS:
+            name = f"{group}.safetensors"
+            assert (checkpoint / name).read_bytes() == (path / name).read_bytes(), f"{path.name}/{name}"
+        found_writers = writers(checkpoint)
+        assert [found_writers[group] for group in GROUPS] == [{*range(ranks)}] * len(GROUPS)
+    assert sorted(each.name for each in (tmp_path / "run" / "checkpoints").iterdir()) == [each.name for each in found]
+
+
+def test_any_number_of_ranks_goes_on_from_the_parts_of_stages(run):
+    (_, sha) = run(1, "one")
+    assert run(2, "run", "Pipeline(stages=2)", steps=3)[0] == "after 0"
+    assert run(3, "run", "Pipeline(stages=3)", steps=5)[0] == "after 3"
+    assert run(1, "run", steps=6)[0] == "after 5"
+    assert run(4, "run", "Pipeline(stages=2, replicas=2)") == ["after 6", sha]
