@@ -166,8 +166,7 @@ class Checkpointing:
     def settle(self) -> None:
         """Wait until no checkpoint is being written, and record the best one if it is on the disk."""
         if self._writer is not None and self._best is not None:
-            with self.hosts.awaited():
-                self._writer.join()
+            self._join()
             self._best.record_written()
 
     @property
@@ -341,7 +340,7 @@ class Checkpointing:
             self.hold()
             if tag is None and (earlier := self._wait()) is not None:
                 self._events.warn(f"checkpoint not written: {earlier}")
-            self._writer.join()
+            self._join()
             try:
                 work = store.begin_parts(place[2], tag=tag)
             except CheckpointError as error:
@@ -369,14 +368,17 @@ class Checkpointing:
                     if work is None:
                         part.write()
                     else:
-                        self._events.tell(completion(store, work, part, capture)(), time.monotonic() - started_s)
+                        complete = completion(store, work, part, capture, gives_up=self.hosts.patience())
+                        with self.hosts.awaited():
+                            self._events.tell(complete(), time.monotonic() - started_s)
                 return True
             if work is None:
                 saving.start(part)
             else:
                 assert self._writer is not None
                 assert self._best is not None
-                write = completion(store, work, part, capture, then=partial(self._best.writing, place[2]))
+                then, gives_up = partial(self._best.writing, place[2]), self.hosts.patience()
+                write = completion(store, work, part, capture, then=then, gives_up=gives_up)
                 self._is_written = False
                 self._writer.start(place[2], write)
         self._rule.begin(place)
@@ -399,8 +401,7 @@ class Checkpointing:
             if self._writer is not None:
                 started_s = time.monotonic()
                 self.hold()
-                with self.hosts.awaited():
-                    self._writer.join()
+                self._join()
                 info = None if occasion is None else self.hosts.write(occasion, capture)
                 if info is None:
                     groups, document = capture()
@@ -470,11 +471,17 @@ class Checkpointing:
         else:
             self._events.raise_for_listener()
 
+    def _join(self) -> None:
+        """Wait until no write is in progress, while other ranks wait for this one."""
+        assert self._writer is not None
+        with self.hosts.awaited():
+            self._writer.join()
+
     def _wait(self) -> CheckpointError | None:
         """Wait until no write is in progress, and return the error of the last one, once."""
         assert self._writer is not None
-        with self.hosts.awaited():
-            error = self._writer.wait()
+        self._join()
+        error = self._writer.poll()
         if self._best is not None:
             self._best.settle(error)
         return error

@@ -240,8 +240,12 @@ class HostParts:
             OwnPart(writer, plans, ranges, {}),
             lambda _: (groups, document),
             ranks=self._ranks,
-            gives_up=partial(self._gives_up, self._mark),
+            gives_up=self.patience(),
         )
+
+    def patience(self) -> Callable[[bool], bool]:
+        """Return what says, from now on, whether a part is not worth to be waited for; see `await_parts`."""
+        return partial(self._gives_up, self._mark)
 
     def _gives_up(self, mark: str, is_begun: bool) -> bool:
         """Return True if a part is not worth to be waited for.
