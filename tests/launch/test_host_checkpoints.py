@@ -54,6 +54,8 @@ for epoch in trainer.epochs(epochs):
         if todo == "linger" and trainer.rank == 2 and steps == 5:
             print("lingers", flush=True)
             time.sleep(1.5)
+        if todo == f"lag {trainer.rank} {trainer.steps_done}":
+            time.sleep(13)
         if todo == f"die {trainer.rank} {trainer.steps_done}" and not trainer.recovered:
             time.sleep(0.5)
             os.kill(os.getpid(), 9)
@@ -189,6 +191,16 @@ def test_nobody_waits_for_a_part_that_cannot_come(hosts, job, alone, rank, step)
         store.verify(info)
     assert store.list()[0].step == 8
     assert len(store.list()) >= 7
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_late_by_more_than_ten_seconds_costs_the_checkpoint_that_others_wait_for(hosts, job, alone):
+    """Rank 0 saves at the last batch of the epoch and at its end, and is at the second save when rank 2 comes."""
+    done = job("run", 2, todo="lag 2 4")
+    assert sha_of(succeeded(done).stdout) == alone("one", 2)
+    assert "rank 2 had not written its part and others had waited 10 s for it" in done[0].stderr
+    found = writers(hosts.folder / "run")
+    assert found == {f"step-{step:09}": None if step == 4 else BY_PARTS for step in range(1, 9)}
 
 
 def test_an_interrupt_before_a_part_is_offered_loses_nothing(hosts, job):

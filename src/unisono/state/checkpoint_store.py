@@ -211,7 +211,7 @@ class CheckpointStore:
         groups: Mapping[str, Mapping[str, Tensor]],
         document: Json,
         ranks: Sequence[int] | None = None,
-        gives_up: Callable[[bool], bool] = lambda _is_begun: False,
+        gives_up: Callable[[bool], str] = lambda _is_begun: "",
     ) -> CheckpointInfo:
         """Write the part of rank 0, wait for those of others, and return when the checkpoint is safe on the disk.
 

@@ -141,7 +141,7 @@ def await_parts(
     ranks: Sequence[int],
     files: Mapping[str, FileLayout],
     *,
-    gives_up: Callable[[bool], bool] = lambda _is_begun: False,
+    gives_up: Callable[[bool], str] = lambda _is_begun: "",
 ) -> list[FileEntry]:
     """Wait until all ranks have written their parts, and return the entries of the files.
 
@@ -152,8 +152,8 @@ def await_parts(
         work: The folder of the checkpoint that is written.
         ranks: The ranks that write.
         files: The layout of each file.
-        gives_up: Returns True to wait no longer for a rank that has begun to write, or that has not. Called in this
-            thread.
+        gives_up: Returns why to wait no longer for a rank that has begun to write (True), or that has not: words that
+            follow "had not written its part". "" to wait. Called in this thread.
 
     Raises:
         PartsError: A rank could not write its part, or has died; or parts are missing.
@@ -195,7 +195,7 @@ class _Waiting:
         gives_up: See `await_parts`.
     """
 
-    def __init__(self, work: Path, gives_up: Callable[[bool], bool]) -> None:
+    def __init__(self, work: Path, gives_up: Callable[[bool], str]) -> None:
         self._work, self._gives_up = work, gives_up
         self._began_s = time.monotonic()
         self._ended_s: float | None = None
@@ -223,8 +223,8 @@ class _Waiting:
                 return found
             if is_free:
                 raise PartsError(f"rank {rank} ended before it had written its part")
-            if self._gives_up(is_begun):
-                raise PartsError(f"rank {rank} had not written its part when a rank was lost")
+            if reason := self._gives_up(is_begun):
+                raise PartsError(f"rank {rank} had not written its part {reason}")
             if not is_begun and time.monotonic() - self._began_s > _PATIENCE_S:
                 raise PartsError(f"rank {rank} has not begun to write its part within {_PATIENCE_S:.0f} s")
             patience_s = _PATIENCE_S if is_begun else _BEGINNING_S

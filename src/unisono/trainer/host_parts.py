@@ -243,23 +243,23 @@ class HostParts:
             gives_up=self.patience(),
         )
 
-    def patience(self) -> Callable[[bool], bool]:
-        """Return what says, from now on, whether a part is not worth to be waited for; see `await_parts`."""
-        return partial(self._gives_up, self._mark)
+    def patience(self) -> Callable[[bool], str]:
+        """Return what says, from now on, whether a part is not worth waiting for; see `await_parts`."""
+        return partial(self._why_given_up, self._mark)
 
-    def _gives_up(self, mark: str, is_begun: bool) -> bool:
-        """Return True if a part is not worth to be waited for.
+    def _why_given_up(self, mark: str, is_begun: bool) -> str:
+        """Return why a part is not worth waiting for; "" if it is.
 
         Args:
             mark: That of the ranks when the checkpoint was begun.
             is_begun: True if the part is being written, as far as is seen from here: a host that is lost may leave its
                 locks on a network file system.
         """
-        since = self._awaited_since
-        if since is not None and self._loses_ranks():
-            return True
+        since, have_met = self._awaited_since, mark != self._mark
+        if (since is not None and self._loses_ranks()) or (have_met and not is_begun):
+            return "when a rank was lost"
         is_late = since is not None and time.monotonic() - since > _AWAITED_S
-        return sum((is_late, mark != self._mark, not is_begun)) > 1  # two good reasons
+        return f"and others had waited {_AWAITED_S:.0f} s for it" if is_late and (have_met or not is_begun) else ""
 
     @contextmanager
     def awaited(self) -> Iterator[None]:

@@ -144,7 +144,7 @@ def completion(
     *,
     then: Callable[[], None] = lambda: None,
     ranks: Sequence[int] | None = None,
-    gives_up: Callable[[bool], bool] = lambda _is_begun: False,
+    gives_up: Callable[[bool], str] = lambda _is_begun: "",
 ) -> Callable[[], CheckpointInfo]:
     """Return the function that writes the part of rank 0, waits for the others and completes the checkpoint.
 

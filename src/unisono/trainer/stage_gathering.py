@@ -47,7 +47,7 @@ class StageGathering:
 
     @property
     def is_divided(self) -> bool:
-        """True if each rank has the state of its own stages alone, also in shared memory. Equal on all ranks."""
+        """True if no rank has the state of all stages, neither itself nor in shared memory. Equal on all ranks."""
         return self.needs_others and self._cut.ownership.whole == "nowhere"
 
     def describe(self) -> StageTable:
@@ -65,12 +65,9 @@ class StageGathering:
 
         Traffic: buffers that are in no state_dict, from the stages that have them to rank 0.
         """
-        ranks = self._cut.ranks
-        own = (
-            {name: each.cpu() for name, each in self._buffers.own_state_dict().items()}
-            if self._world.rank < ranks.size
-            else {}
-        )
+        ranks, own = self._cut.ranks, {}
+        if self._world.rank < ranks.size:  # in the first replica
+            own = {name: each.cpu() for name, each in self._buffers.own_state_dict().items()}
         transient = self._world.gather_to_main(own, "Trainer gathering buffers") or []
         for place, values in enumerate(transient):
             if place != ranks.place:
