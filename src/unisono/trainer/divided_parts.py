@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import Division
 from unisono.state.codec import decode, encode
-from unisono.state.digest import exact
+from unisono.state.digest import copied_range
 from unisono.state.part_plan import Claim, PartPlan, plan_parts
 from unisono.state.safetensors_format import tied_names
 from unisono.trainer.snapshot import Subjects, model_tensors
@@ -198,4 +198,4 @@ class Contents:
             if name not in claimed:
                 claims[0].append(claim := Claim(name, 0, tensor.numel()))
                 if self._rank == 0:
-                    self.values[group][claim] = exact(tensor, f"{group}.{name}").reshape(-1).clone()
+                    self.values[group][claim] = copied_range(tensor, 0, tensor.numel(), f"{group}.{name}")

@@ -244,7 +244,7 @@ class HostParts:
         )
 
     def patience(self) -> Callable[[bool], str]:
-        """Return what says, from now on, whether a part is not worth waiting for; see `await_parts`."""
+        """Return what says, from now on, why a part is not worth waiting for, if it is not; see `await_parts`."""
         return partial(self._why_given_up, self._mark)
 
     def _why_given_up(self, mark: str, is_begun: bool) -> str:
