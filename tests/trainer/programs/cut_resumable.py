@@ -72,6 +72,9 @@ for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in
                 block.norm.reset_running_stats()
         if trainer.steps_done == int(options.get("die", -1)) and trainer.rank == 1:
             once = Path(folder) / "died"
+            end_s = time.monotonic() + 20  # this rank writes its part in the background
+            while not (Path(folder) / "checkpoints" / "step-000000003").exists() and time.monotonic() < end_s:
+                time.sleep(0.01)
             if not once.exists():
                 once.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
