@@ -90,7 +90,9 @@ def assert_told_once(found: list[dict[str, Any]], calm: list[dict[str, Any]], *,
         for each in (found, calm)
     ]
     assert brief[0] == brief[1]
-    assert [e["number"] for e in found if e["event"] == "recovery"] == [*range(1, recoveries + 1)]
+    numbers = [event["number"] for event in found if event["event"] == "recovery"]
+    assert len(numbers) == recoveries
+    assert numbers == sorted({*numbers})  # one is left out where a rank died before all had met
 
 
 def test_deaths_at_places_of_the_loop_change_no_bit(train):
@@ -199,7 +201,9 @@ def test_deaths_within_a_recovery_change_no_bit(train, engine, stages):
     deaths = []
     for i, stage in enumerate(stages):
         deaths += [(0, "loss", 3 * i, KILL), (1, stage, 3 * i, KILL)]
-    assert train(3, *deaths, engine=engine, epochs=1).new == {0, 1}
+    found = train(3, *deaths, engine=engine, epochs=1, directory=True)
+    assert found.new == {0, 1}
+    assert [event["number"] for event in found.events if event["event"] == "recovery"] == [2, 4]
 
 
 PIPELINE = {"engine": "auto", "stages": ["blocks.2"]}

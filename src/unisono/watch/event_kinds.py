@@ -301,7 +301,7 @@ class RecoveryFields(TypedDict):
     """Ranks that died have been replaced, and all go on."""
 
     number: int
-    """Counts the recoveries of a job, from 1."""
+    """The number of the launcher's decision, from 1. One is left out where a rank dies before all have met."""
     ranks: Sequence[int]
     """The ranks that have been replaced."""
     epoch: int
