@@ -135,6 +135,23 @@ def test_each_host_writes_and_reads_its_part_of_a_shared_directory(hosts, job, a
     assert (begun_after(last), sha_of(last.stdout)) == (8, alone("one", 3))
 
 
+def test_ranks_of_several_hosts_write_and_read_their_workers_alone(hosts, job, alone):
+    """With sync=: all ranks write, since each has what no other one has."""
+    (hosts.folder / "script.py").write_text(SAVED.replace("ema_decay=0.9", "sync=unisono.DiLoCo(every=3)"))
+    sha = alone("one", 2)
+    assert begun_after(succeeded(job("run", 1))) == 0
+    last = succeeded(job("run", 2, todo="tag", ranks=(1, 2)))
+    assert (begun_after(last), sha_of(last.stdout)) == (4, sha)
+    ranks = {"0", "1", "2"}
+    assert writers(hosts.folder / "run") == {
+        **{f"step-{step:09}": ranks | {"3"} if step <= 4 else ranks for step in range(1, 9)},
+        "tag-whole": ranks,
+    }
+    for path in sorted((hosts.folder / "one").glob("checkpoints/*/*")):
+        if path.name != "manifest.json":
+            assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [

@@ -8,12 +8,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
+from unisono.state.digest import check_storable
 from unisono.state.safetensors_format import FileLayout, lay_out
 
-__all__ = ["Claim", "PartPlan", "even_claims", "plan_parts"]
+__all__ = ["Claim", "PartPlan", "TensorForm", "even_claims", "even_plan", "form_of", "plan_parts"]
+
+
+class TensorForm(NamedTuple):
+    """A tensor without its values, as ranks tell each other what they have."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> Tensor:
+        """Return a tensor of this form on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def form_of(tensor: Tensor) -> TensorForm:
+    """Return the form of a tensor."""
+    return TensorForm(tuple(tensor.shape), tensor.dtype)
 
 
 class Claim(NamedTuple):
@@ -94,3 +112,21 @@ def plan_parts(
             "the parts of ranks do not fit together."
         )
     return PartPlan(layout, starts)
+
+
+def even_plan(group: str, tensors: Mapping[str, Tensor], aliases: Mapping[str, str], parts: int) -> PartPlan:
+    """Plan a file of tensors that every rank has: each writes one piece of it, of about equally many bytes.
+
+    Args:
+        group: See `plan_parts`.
+        tensors: The tensors by name.
+        aliases: See `plan_parts`.
+        parts: The number of ranks.
+
+    Raises:
+        CheckpointError: A tensor cannot be stored.
+    """
+    for name, tensor in tensors.items():
+        check_storable(tensor, f"{group}.{name}")
+    order = lay_out(tensors, aliases, group).starts
+    return plan_parts(group, tensors, aliases, even_claims({name: tensors[name] for name in order}, parts))

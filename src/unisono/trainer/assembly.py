@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -78,11 +79,12 @@ from unisono.trainer.step import StepRunner
 from unisono.trainer.step_clock import StepClock
 from unisono.trainer.step_runners import Engines, engines_of_layout, engines_of_run, make_runners
 from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, tensors_in_files, with_tables
+from unisono.trainer.worker_gathering import SYNC_GROUP, WorkerGathering, owner_of
 
 __all__ = ["Gathering", "TrainedModels", "TrainerParts", "assemble"]
 
 TrainedModels = nn.Module | Mapping[str, nn.Module]
-Gathering = StageGathering | ShardGathering | Workers | DividedTables
+Gathering = StageGathering | ShardGathering | WorkerGathering | DividedTables
 
 _NO_OTHER_PART = "with Pipeline(zero=1), the part of the optimizer's state of a rank that dies is nowhere else"
 _NO_COPIES = (
@@ -222,7 +224,14 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     apart = in_files | ({} if divided is None else divided.places())
     keeper = Checkpointing(settings.directory, policy, world, apart, loses_ranks=recovery.decisions.loses_ranks)
     position = recovery.position
-    found = None if position is not None else keeper.find(settings.resume, in_parts=isinstance(cut, DividedModel))
+    workers = None
+    if settings.sync is not None:
+        single = check_workers(settings.sync, modules, optimizers, named_optimizers(optimizer))
+        workers = Workers(settings.sync, single, world, virtual_ranks=settings.virtual_ranks)
+    found: ResumedRun | None = None
+    if position is None:
+        owner = None if workers is None else partial(owner_of, workers)
+        found = keeper.find(settings.resume, in_parts=isinstance(cut, DividedModel), owner=owner)
     source = None if found is None else found.source
     facts = None if found is None or source is None else found.document["facts"]
     check_constants(
@@ -252,10 +261,6 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     def select() -> EngineFactory:
         return engines_of_run(settings, world, modules, optimizers, recovery)
 
-    workers = None
-    if settings.sync is not None:
-        single = check_workers(settings.sync, modules, optimizers, named_optimizers(optimizer))
-        workers = Workers(settings.sync, single, world, virtual_ranks=settings.virtual_ranks)
     base = base or select()
     if divided is not None:
         base.exchange = divided.exchange
@@ -290,8 +295,6 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     others |= {
         f"scaler/{name}": runner.scaler for name, runner in runners.items() if name is not None and runner.scaler
     }
-    if workers is not None:
-        others["sync"] = workers
     others |= {f"average/{prefix}": AverageUpdates(average) for prefix, average in averages.items()}
     subjects = Subjects(
         modules=modules,
@@ -300,6 +303,10 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         others=others,
         buffers=buffers,
     )
+    of_workers = None if workers is None else WorkerGathering(world, workers, subjects)
+    if of_workers is not None:
+        others["sync"] = of_workers
+        of_workers.found = {} if found is None else found.groups.get(SYNC_GROUP, {})
     cursor, history = Cursor(), EvaluationHistory()
     warnings = [] if found is None else found.warnings
     given = given_by(settings_of(optimizers, others))
@@ -330,8 +337,9 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
                 f"these settings come from the checkpoint: {'; '.join(overruled)}. To change them in a run that goes "
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
-    subjects = replace(subjects, given=given, put_whole=None if divided is None else divided.put_whole)
-    gathering: Gathering | None = divided or workers
+    gathering: Gathering | None = divided or of_workers
+    in_parts = divided or of_workers
+    subjects = replace(subjects, given=given, put_whole=None if in_parts is None else in_parts.put_whole)
     state: RecoverableState
     if isinstance(cut, CutModel):
         assert isinstance(buffers, StagedBuffers)

@@ -87,7 +87,9 @@ class Checkpointing:
             is_wanted = is_wanted and not self._directory.is_lost
             self.announcement.announce(is_wanted=is_wanted or self._rule.is_due_after_step(total_steps))
 
-    def find(self, resume: Resume, *, in_parts: bool) -> ResumedRun | None:
+    def find(
+        self, resume: Resume, *, in_parts: bool, owner: Callable[[str, str], int | None] | None
+    ) -> ResumedRun | None:
         """Lock the directory and return the newest good checkpoint; None without a directory.
 
         Every rank must call it. See `resume.find`, also for the arguments and for errors.
@@ -101,7 +103,14 @@ class Checkpointing:
                 raise ValueError('resume="must" needs the directory of the run: pass directory=...')
             return None
         return find(
-            self._world, directory.path, directory.store, directory.lock, resume, in_parts=in_parts, apart=self._apart
+            self._world,
+            directory.path,
+            directory.store,
+            directory.lock,
+            resume,
+            in_parts=in_parts,
+            owner=owner,
+            apart=self._apart,
         )
 
     @property

@@ -57,6 +57,9 @@ class DividedTables:
         directory: The directory of the run; None: there is none.
     """
 
+    stays_divided = False
+    """Whether no rank is expected to have memory for the whole; see `ShardGathering`."""
+
     def __init__(
         self,
         world: World,

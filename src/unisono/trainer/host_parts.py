@@ -24,11 +24,11 @@ from unisono.errors import CheckpointError
 from unisono.job.ranks import local_world_size
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
-from unisono.state.digest import check_storable, copied_range
+from unisono.state.digest import copied_range
 from unisono.state.manifest import SUFFIX
-from unisono.state.part_plan import PartPlan, even_claims, plan_parts
+from unisono.state.part_plan import PartPlan, even_plan
 from unisono.state.part_writing import POLL_S, FileRange, PartsError, PartWriter
-from unisono.state.safetensors_format import lay_out, tied_names
+from unisono.state.safetensors_format import tied_names
 from unisono.state.temporary_paths import meeting_path, new_mark
 from unisono.trainer.part_saving import OwnPart, completion, fail
 from unisono.trainer.save_announcement import SaveAnnouncement
@@ -308,16 +308,11 @@ class HostParts:
 
     def _plan(self, groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, PartPlan]:
         """Return who writes what of the groups that all ranks have."""
-        plans = {}
-        for group in ("model", "ema", "optimizer"):
-            if group in groups:
-                for name, tensor in groups[group].items():
-                    check_storable(tensor, f"{group}.{name}")
-                aliases = tied_names(groups[group])
-                order = lay_out(groups[group], aliases, group).starts  # so that each part is one piece of the file
-                claims = even_claims({name: groups[group][name] for name in order}, len(self._ranks))
-                plans[group] = plan_parts(group, groups[group], aliases, claims)
-        return plans
+        return {
+            group: even_plan(group, groups[group], tied_names(groups[group]), len(self._ranks))
+            for group in ("model", "ema", "optimizer")
+            if group in groups
+        }
 
     def _own_ranges(self, plans: Mapping[str, PartPlan], groups: Mapping[str, Mapping[str, Tensor]]) -> list[FileRange]:
         """Copy what this rank writes."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -52,6 +53,7 @@ def find(
     resume: Resume,
     *,
     in_parts: bool = False,
+    owner: Callable[[str, str], int | None] | None = None,
     apart: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> ResumedRun:
     """Lock the directory of a run, read its newest good checkpoint on rank 0, and send it to all ranks.
@@ -65,6 +67,7 @@ def find(
         lock: Its lock.
         resume: See `Trainer`.
         in_parts: Let ranks read what they need later, if they can: the run is divided.
+        owner: Returns the rank that alone needs a tensor, by group and name; None if all do. Others may get it, too.
         apart: By group and name, memory that all ranks share: rank 0 reads these tensors into it.
 
     Raises:
@@ -91,11 +94,11 @@ def find(
             lock.release()
             return json.dumps({"error": str(error)}).encode()
 
-    if world.size > 1 and (in_parts or (has_hosts and not apart)):
+    if world.size > 1 and (in_parts or owner is not None or (has_hosts and not apart)):
         head = json.loads(world.broadcast_bytes(paths))
         if "error" in head:
             raise CheckpointError(head["error"])
-        work: type[_Opened] = _Checked if in_parts else _Shares
+        work: Callable[[World, OpenCheckpoint], _Opened] = _Checked if in_parts else partial(_Shares, owner=owner)
         opened, damaged = _open_everywhere(world, [Path(path) for path in head], work)
         if opened is not None:
             warnings = [] if begun is None else begun.warnings
@@ -192,17 +195,10 @@ def _all_damaged(directory: Path, damaged: Sequence[str]) -> CheckpointError:
 class _Opened(Protocol):
     """A checkpoint that all ranks see, and of which this one has read or checked a part.
 
-    Args:
-        world: The ranks.
-        checkpoint: The checkpoint.
-
-    Raises:
-        CheckpointError: It is damaged.
+    To make one raises CheckpointError if it is damaged.
     """
 
     step: int
-
-    def __init__(self, world: World, checkpoint: OpenCheckpoint) -> None: ...
 
     def resumed(self, warnings: list[str]) -> ResumedRun:
         """Return the run. Every rank must call it, once none has found damage."""
@@ -225,9 +221,19 @@ class _Checked:
 
 
 class _Shares:
-    """A checkpoint of which this rank has read and checked a share; see `_Opened`. Memory: all tensors."""
+    """A checkpoint of which this rank has read and checked a share; see `_Opened`.
 
-    def __init__(self, world: World, checkpoint: OpenCheckpoint) -> None:
+    Memory: all tensors, but for those that another rank alone needs.
+
+    Args:
+        world: The ranks.
+        checkpoint: The checkpoint.
+        owner: See `find`.
+    """
+
+    def __init__(
+        self, world: World, checkpoint: OpenCheckpoint, *, owner: Callable[[str, str], int | None] | None
+    ) -> None:
         self._world, self._source, self.step = world, str(checkpoint.path), checkpoint.step
         self._document = checkpoint.document()
         self._groups: TensorGroups = {}
@@ -235,11 +241,18 @@ class _Shares:
         """What each rank reads, of tensors in memory here."""
         for group in checkpoint.groups:
             file = checkpoint.group(group)
+            owners = {name: None if owner is None else owner(group, name) for name in file.forms}
+            own_forms = {name: form for name, form in file.forms.items() if owners[name] in (None, world.rank)}
             # Tied names have one form.
-            made = {id(form): torch.empty(form.shape, dtype=form.dtype) for form in file.forms.values()}
-            self._groups[group] = {name: made[id(form)] for name, form in file.forms.items()}
-            ranges = []
-            for rank, claims in enumerate(even_claims({name: file.forms[name] for name in file.stored}, world.size)):
+            made = {id(form): torch.empty(form.shape, dtype=form.dtype) for form in own_forms.values()}
+            self._groups[group] = {name: made[id(form)] for name, form in own_forms.items()}
+            ranges = [
+                TensorRange(name, 0, self._groups[group][name].view(-1))
+                for name in file.stored
+                if owners[name] == world.rank
+            ]
+            shared = {name: file.forms[name] for name in file.stored if owners[name] is None}
+            for rank, claims in enumerate(even_claims(shared, world.size)):
                 for claim in claims:
                     own = self._groups[group][claim.name].view(-1)[claim.start : claim.stop]
                     self._parts[rank].append(own)
@@ -254,7 +267,9 @@ class _Shares:
         return ResumedRun(self._source, self._groups, self._document, warnings)
 
 
-def _open_everywhere(world: World, paths: Sequence[Path], work: type[_Opened]) -> tuple[_Opened | None, list[str]]:
+def _open_everywhere(
+    world: World, paths: Sequence[Path], work: Callable[[World, OpenCheckpoint], _Opened]
+) -> tuple[_Opened | None, list[str]]:
     """Return what each rank makes of the newest good checkpoint, and the errors of newer ones. Every rank must call it.
 
     Args:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from unisono.engine.local_steps import Workers
 from unisono.job.user_function import refuse_inside
 from unisono.rank_zero.image_folder import ImageFolder
 from unisono.rank_zero.logged_values import Loggable, check_values, read_values
@@ -19,6 +18,7 @@ from unisono.trainer.shard_gathering import ShardGathering
 from unisono.trainer.snapshot import Cursor, Subjects
 from unisono.trainer.stage_gathering import StageGathering
 from unisono.trainer.state_digests import digest_of
+from unisono.trainer.worker_gathering import WorkerGathering
 from unisono.watch import EventLog
 
 __all__ = ["RunStatus"]
@@ -29,7 +29,7 @@ class RunStatus:
 
     _run: RunContext
     _cursor: Cursor
-    _gathering: StageGathering | ShardGathering | Workers | DividedTables | None
+    _gathering: StageGathering | ShardGathering | WorkerGathering | DividedTables | None
     _compare: Callable[[str], None]
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects

@@ -14,11 +14,10 @@ from functools import partial
 from unisono.engine.step_fingerprint import intent_of_call
 from unisono.trainer.asked_state import AskedState
 from unisono.trainer.assembly import Gathering, TrainerParts
+from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.save_rule import Place
-from unisono.trainer.shard_gathering import ShardGathering
-from unisono.trainer.stage_gathering import StageGathering
 from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
 
@@ -243,7 +242,7 @@ class SavePoints:
 
     @property
     def _stays_divided(self) -> bool:
-        return isinstance(self._gathering, ShardGathering) and self._gathering.stays_divided
+        return self._gathering is not None and self._gathering.stays_divided
 
     @property
     def is_whole(self) -> bool:
@@ -282,10 +281,9 @@ class SavePoints:
     def _save_last_parts(self) -> None:
         """Let each rank write its part of the end of a run, if that is not on the disk, before parts come together."""
         gathering = self._gathering
-        if not self._keeps or not isinstance(gathering, (ShardGathering, StageGathering)):
+        if not self._keeps or gathering is None or isinstance(gathering, DividedTables):
             return
-        if self._stays_divided:
-            assert isinstance(gathering, ShardGathering)
+        if gathering.stays_divided:
             gathering.divide_again()
         if not gathering.is_divided:
             return
@@ -300,7 +298,7 @@ class SavePoints:
     def _save_parts(self, tag: str | None = None) -> bool:
         """Let each rank write its part, if the run is divided and they can; otherwise return False on all ranks."""
         gathering = self._gathering
-        if not isinstance(gathering, (ShardGathering, StageGathering)) or not gathering.is_divided:
+        if gathering is None or isinstance(gathering, DividedTables) or not gathering.is_divided:
             return False
         return self._keeper.save_parts(
             self._cursor.place, lambda optimizers: self._asked.capture(None, optimizers), gathering.saving, tag=tag

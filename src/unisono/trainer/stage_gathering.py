@@ -38,6 +38,9 @@ class StageGathering:
         commits: Keep the state of all stages in shared memory, where it is gathered from if it is there.
     """
 
+    stays_divided = False
+    """Whether no rank is expected to have memory for the whole; see `ShardGathering`."""
+
     def __init__(
         self, world: World, cut: CutModel, subjects: Subjects, buffers: StagedBuffers, commits: StageCommits
     ) -> None:
@@ -73,6 +76,9 @@ class StageGathering:
             if place != ranks.place:
                 self._buffers.take(values)
         return StageContents(ranks, self._world.rank, self._subjects, tables)
+
+    def divide_again(self) -> None:
+        """Do nothing; see `ShardGathering`."""
 
     @property
     def is_whole(self) -> bool:

@@ -9,32 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from unisono.engine.staged import StageRanks
 from unisono.state.codec import decode, encode
 from unisono.state.digest import copied_range
-from unisono.state.part_plan import Claim, PartPlan, even_claims, plan_parts
+from unisono.state.part_plan import Claim, PartPlan, TensorForm, even_claims, form_of, plan_parts
 from unisono.state.safetensors_format import lay_out
 from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state, tied_members
 
 __all__ = ["StageContents", "StageTable", "own_stage_table"]
 
 
-class _Form(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self) -> Tensor:
-        """Return a tensor of this form without values."""
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-
 class StageTable(NamedTuple):
     """What the stages of a rank have."""
 
-    weights: dict[str, dict[str, _Form]]
+    weights: dict[str, dict[str, TensorForm]]
     """By group, "model" or "ema", and name."""
     optimizers: dict[str, dict[str, dict[str, Any]]]
     """The state of optimizers, with the form of each tensor that is more than a number in its place."""
@@ -49,12 +39,12 @@ def own_stage_table(subjects: Subjects, is_own: Callable[[str], bool]) -> StageT
     """
     return StageTable(
         {
-            group: {name: _Form(tuple(t.shape), t.dtype) for name, t in model_tensors(modules).items() if is_own(name)}
+            group: {name: form_of(t) for name, t in model_tensors(modules).items() if is_own(name)}
             for group, modules in _models(subjects).items()
         },
         {
             key: {
-                name: {each: _form_of(value) for each, value in state.items()}
+                name: {each: _described(value) for each, value in state.items()}
                 for name, state in optimizer_state(subjects.modules, optimizer).items()
                 if is_own(name)
             }
@@ -101,7 +91,7 @@ class StageContents:
         for key in self._tables[0].optimizers:
             states = {name: state for table in self._tables for name, state in table.optimizers[key].items()}
             merged[key] = {
-                name: {each: value.empty() if isinstance(value, _Form) else value for each, value in state.items()}
+                name: {each: value.empty() if isinstance(value, TensorForm) else value for each, value in state.items()}
                 for name, state in sorted(states.items())
             }
         return merged
@@ -162,8 +152,7 @@ def _models(subjects: Subjects) -> dict[str, Any]:
     return {"model": subjects.modules} | ({"ema": subjects.averages} if subjects.averages else {})
 
 
-def _form_of(value: Any) -> Any:
-    is_large = isinstance(value, Tensor) and value.dim() > 0
-    if is_large:
-        return _Form(tuple(value.shape), value.dtype)
+def _described(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return form_of(value)
     return value.cpu() if isinstance(value, Tensor) else value

@@ -45,9 +45,15 @@ class Workers:
             )
         self.leaves = virtual_ranks // count
         """The number of virtual ranks of a worker."""
-        self.sync, self.optimizer, self._world = sync, optimizer, world
-        self.own = workers_of(world.rank, world_size=world.size, virtual_ranks=virtual_ranks, workers=count)
+        self.sync, self.optimizer = sync, optimizer
+        own = [
+            workers_of(rank, world_size=world.size, virtual_ranks=virtual_ranks, workers=count)
+            for rank in range(world.size)
+        ]
+        self.own = own[world.rank]
         """The workers of this rank."""
+        self.owners = {worker: rank for rank, of_rank in enumerate(own) for worker in of_rank}
+        """The rank of each worker."""
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         learning_rate, momentum = sync.rule
         self.outer = SGD(self.parameters, lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
@@ -60,7 +66,6 @@ class Workers:
         self._states: dict[int, dict[Any, Any]] = {}
         self._seen: int | None = None
         """The number of writes to the parameters at the end of the last step."""
-        self._gathered: tuple[int, list[dict[int, Any]]] | None = None
 
     def begin_step(self) -> None:
         """Begin a round if none is under way, or if weights were loaded into the model since the last step."""
@@ -116,86 +121,30 @@ class Workers:
         dtype = torch.promote_types(p.dtype, torch.float32)
         return torch.sub(p.to(dtype), self._weights[worker][index].to(dtype))
 
-    # The interface of a model's gathering: brings the state of all workers to rank 0, which saves.
-
     @property
-    def is_whole(self) -> bool:
-        """True if this rank has the state of all workers, or is not to save it."""
-        return self._world.group is None or self._world.rank > 0 or self._is_gathered
+    def momentum(self) -> dict[Tensor, Tensor]:
+        """The momentum of the outer step by parameter; empty before the first one, and without momentum."""
+        found = {p: self.outer.state.get(p, {}).get("momentum_buffer") for p in self.parameters}
+        return {p: momentum for p, momentum in found.items() if momentum is not None}
 
-    @property
-    def needs_others(self) -> bool:
-        """True if ranks have to know when a state is saved."""
-        return self._world.group is not None
+    def of(self, worker: int) -> tuple[Sequence[Tensor], Mapping[Tensor, dict[str, Any]]]:
+        """Return the weights of a worker, and its optimizer's state by parameter; no weights before the first step."""
+        return self._weights.get(worker, ()), self._states.get(worker, {})
 
-    def gather(self, *, everywhere: bool) -> None:
-        """Bring the state of all workers to rank 0. Every rank must call it. Traffic: each rank sends its workers'."""
-        if self._world.group is not None and not self._is_gathered:
-            everyone = self._world.gather_to_main(self._own_state(), "Trainer gathering the state of workers")
-            self._gathered = (self.steps, everyone or [])
-
-    def check_whole(self, call: str) -> None:
-        """Do nothing: every rank has the outer weights."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all workers, as it was gathered, and of the outer optimizer."""
-        parts = self._gathered[1] if self._gathered is not None and self._is_gathered else [self._own_state()]
-        momentum = [self.outer.state.get(p, {}).get("momentum_buffer") for p in self.parameters]
-        return {
-            "count": self.count,
-            "every": self.sync.every,
-            "steps": self.steps,
-            "position": self.position,
-            "workers": {worker: state for part in parts for worker, state in part.items()},
-            "momentum": momentum,
+    def restore(self, worker: int, weights: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Give a worker these weights and this state of its optimizer; tensors are copied."""
+        self._weights[worker] = [_like(p, weight) for p, weight in zip(self.parameters, weights, strict=True)]
+        self._states[worker] = {
+            p: {name: _like(p, value) if isinstance(value, Tensor) else value for name, value in values.items()}
+            for p, values in state.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's workers from the state of all.
-
-        Raises:
-            ValueError: The run had another number of workers, or rounds of another length.
-        """
-        if (state["count"], state["every"]) != (self.count, self.sync.every):
-            raise ValueError(
-                f"the run has {state['count']} workers and rounds of {state['every']} steps, and sync= says "
-                f"{self.count} and {self.sync.every}: they decide its result, so give the same as before"
-            )
-        self.steps, self.position, self._seen = state["steps"], state["position"], None
-        self._weights, self._states, self._gathered = {}, {}, None
-        for worker in self.own if state["workers"] else ():
-            found = state["workers"][worker]
-            pairs = zip(self.parameters, found["weights"], strict=True)
-            self._weights[worker] = [_like(p, weight) for p, weight in pairs]
-            self._states[worker] = {
-                self.parameters[index]: {
-                    name: _like(self.parameters[index], value) if isinstance(value, Tensor) else value
-                    for name, value in values.items()
-                }
-                for index, values in found["optimizer"].items()
-            }
-        for p, momentum in zip(self.parameters, state["momentum"], strict=True):
-            if momentum is not None:
-                self.outer.state[p]["momentum_buffer"] = _like(p, momentum)
-
-    @property
-    def _is_gathered(self) -> bool:
-        return self._gathered is not None and self._gathered[0] == self.steps
-
-    def _own_state(self) -> dict[int, Any]:
-        places = {p: index for index, p in enumerate(self.parameters)}
-        return {
-            worker: {
-                "weights": [weight.cpu() for weight in weights],
-                "optimizer": {
-                    places[p]: {
-                        name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()
-                    }
-                    for p, values in self._states.get(worker, {}).items()
-                },
-            }
-            for worker, weights in self._weights.items()
-        }
+    def restore_round(self, steps: int, position: int, momentum: Mapping[Tensor, Tensor | None]) -> None:
+        """Go on after so many steps, and at this place of a round, with this momentum of the outer step."""
+        self.steps, self.position, self._seen = steps, position, None
+        for p, value in momentum.items():
+            if value is not None:
+                self.outer.state[p]["momentum_buffer"] = _like(p, value)
 
     def _writes(self) -> int:
         return sum(p._version for p in self.parameters)
