@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from unisono.launch.failure.root_cause import RankFailure
@@ -39,11 +38,11 @@ def encode_members(members: Iterable[Member]) -> dict[str, Any]:
     """
     usual, others = [], []
     for member in members:
-        if member == Member(rank=member.rank):
+        if member[1:] == _USUAL[1:]:
             usual.append(member.rank)
         else:
-            told = {field.name: getattr(member, field.name) for field in fields(Member)}
-            others.append({name: value for name, value in told.items() if name == "rank" or value != _USUAL[name]})
+            told = member._asdict()
+            others.append({name: told[name] for name in told if name == "rank" or told[name] != getattr(_USUAL, name)})
     return {"usual": format_ranks(usual, separator=","), "others": others}
 
 
@@ -56,7 +55,7 @@ def decode_members(told: Mapping[str, Any]) -> list[Member]:
     return members
 
 
-_USUAL = {field.name: field.default for field in fields(Member)}
+_USUAL = Member(rank=-1)
 
 
 def changed_places(before: Mapping[int, Sequence[int]], after: Mapping[int, Sequence[int]]) -> dict[str, str]:
@@ -76,9 +75,8 @@ def new_places(before: Mapping[int, Sequence[int]], changed: Mapping[str, str]) 
     >>> new_places({0: [0, 1], 1: [2, 3], 2: [4, 5]}, {"0": "0-3", "1": ""})
     {0: [0, 1, 2, 3], 2: [4, 5]}
     """
-    after = {**{host: list(ranks) for host, ranks in before.items()}}
-    after |= {int(host): list(parse_ranks(ranks)) for host, ranks in changed.items()}
-    return {host: ranks for host, ranks in sorted(after.items()) if ranks}
+    after = {**before, **{int(host): parse_ranks(ranks) for host, ranks in changed.items()}}
+    return {host: list(after[host]) for host in (sorted(after) if changed else after) if after[host]}
 
 
 def encode_death(death: Death) -> dict[str, Any]:
