@@ -152,6 +152,55 @@ def test_ranks_of_several_hosts_write_and_read_their_workers_alone(hosts, job, a
             assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
 
 
+TABLES = """
+import sys
+import torch
+import unisono
+from unisono.embedding import Adagrad, RowwiseAdagrad, Table, Tables
+folder, epochs, settings = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(3)
+tables = Tables({
+    "fixed": Table(rows=4000, dim=16, pooling="sum", optimizer=RowwiseAdagrad(lr=0.05)),
+    "grown": Table(dim=8, capacity=64, when_full="grow", init_std=0.1, pooling="mean", optimizer=Adagrad(lr=0.05)),
+})
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tables, self.last = tables, torch.nn.Linear(24, 1)
+    def forward(self, ids):
+        return self.last(torch.cat([self.tables["fixed"](ids), self.tables["grown"](ids * 10**9)], 1))
+model = Model()
+optimizer = torch.optim.AdamW(unisono.embedding.dense_parameters(model), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randint(0, 4000, (48, 5)))
+trainer = unisono.Trainer(
+    model, optimizer, virtual_ranks=6, seed=5, progress=False, directory=folder,
+    checkpoints=eval(f"unisono.Checkpoints({settings})"),
+)
+trainer.print("begins after", trainer.steps_done)
+for epoch in trainer.epochs(epochs):
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(lambda model, batch: model(batch[0]).square().squeeze(1), batch)
+trainer.print("weights sha256:", trainer.digest())
+"""
+
+
+def test_hosts_write_parts_of_tables_that_they_all_have_unless_changed_rows_are_stored(hosts, job, alone):
+    (hosts.folder / "script.py").write_text(TABLES)
+    whole = f"{EVERY_STEP}, incremental=False"
+    sha = alone("one", 2, whole)
+    succeeded(job("run", 1, whole))
+    last = succeeded(job("run", 2, whole, ranks=(1, 2)))
+    assert (begun_after(last), sha_of(last.stdout)) == (4, sha)
+    assert writers(hosts.folder / "run") == {
+        f"step-{step:09}": BY_PARTS if step <= 4 else {"0", "1"} for step in range(1, 9)
+    }
+    for path in sorted((hosts.folder / "one").glob("checkpoints/*/*")):
+        if path.name != "manifest.json":
+            assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
+    assert sha_of(succeeded(job("rows", 2)).stdout) == sha
+    assert set(writers(hosts.folder / "rows").values()) == {None}
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [

@@ -85,7 +85,8 @@ def test_a_host_that_is_lost_in_the_midst_of_a_large_sum_is_done_without(hosts, 
     """Its launcher is killed, or it falls silent."""
     draw = random.Random(seed)
     ranks, lost, pause_s = draw.choice([1, 2]), draw.randrange(3), draw.uniform(0.0, 1.2)
-    flags = ("--nnodes", "1:3", "--rdzv-conf", CONF)
+    # All three begin together, also on a busy machine.
+    flags = ("--nnodes", "1:3", "--rdzv-conf", CONF.replace("last_call_timeout=0.5", "last_call_timeout=30"))
     script = write(hosts, LARGE_TRAIN)
     jobs = [hosts.start_rank(host, script, "0.0", ranks=ranks, flags=flags) for host in range(3)]
     await_line(jobs[-1], "working", stream="stdout")

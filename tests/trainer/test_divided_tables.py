@@ -38,6 +38,17 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(fork_ranks, fork_python, tmp_
     assert len([*(tmp_path / "parts" / "checkpoints").glob("step-*")]) == 3
 
 
+def test_rows_that_have_changed_come_to_rank_0_for_a_checkpoint(fork_ranks, fork_python, tmp_path):
+    """Also those that no step has changed, after weights were loaded, and in a run that goes on."""
+    expected = [digests(fork_python(PROGRAM, "changes", tmp_path / "whole"), least=n) for n in (7, 13)]
+    found = [
+        digests([line.split("] ", 1)[-1] for line in job.lines()], least=n)
+        for n in (7, 13)
+        for job in [fork_ranks(3, PROGRAM, "changes", tmp_path / "parts")]
+    ]
+    assert found == expected
+
+
 def test_traffic_grows_with_the_ids_of_a_step_alone(fork_ranks):
     fork_ranks(2, PROGRAM, "traffic")
 

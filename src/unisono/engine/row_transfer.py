@@ -1,14 +1,15 @@
 """Rows of divided tables on their way to rank 0, for files and digests, and from there to the ranks that have them.
 
 A tensor with a row for each row of a table goes in chunks, so no rank has to have room for it. To rank 0 come the rows
-that have been written; others are zeros. Start reading at `RowTransfer.column` and `RowTransfer.spread`.
+that are present: those that have been written, or have state though they count as not written, since weights were
+loaded in which they were not. Others are zeros. Start reading at `RowTransfer.column` and `RowTransfer.spread`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ class RowedTensor(NamedTuple):
     """A tensor with a row for each row of a divided table: the table itself, or state of its optimizer."""
 
     table: DividedTable
+    kind: Literal["weight", "written", "state"]
+    """The rows, which of them have been written, or a part of their state in an optimizer."""
     form: Tensor
     """Of its type and shape; on the meta device."""
     tensor: Callable[[], Tensor]
@@ -51,6 +54,15 @@ class RowTransfer:
 
     def __init__(self, world: World, tensors: Sequence[RowedTensor]) -> None:
         self._world, self.tensors = world, tensors
+        self._with_state = {id(each.table.rows): torch.empty(0, dtype=torch.int64) for each in tensors}
+        """By table, the rows of this rank that have state and may count as not written."""
+
+    def present(self, table: DividedTable, start: int, stop: int) -> Tensor:
+        """Return whether rows start <= row < stop of this rank are present, [n]: 0 for those that are not."""
+        own = table.rows.written.detach()[start:stop]
+        rows = self._with_state[id(table.rows)]
+        inside = rows[(rows >= start) & (rows < stop)] if len(rows) else rows
+        return own.index_fill(0, inside - start, 1) if len(inside) else own
 
     def serve(self) -> None:
         """Send rows to rank 0 until it calls `end`, on each other rank."""
@@ -79,7 +91,7 @@ class RowTransfer:
             into: The tensor, or one in its place.
             read: Returns its rows start <= row < stop, contiguous, on rank 0; None on the others.
         """
-        table, form, _ = self.tensors[number]
+        table, kind, form, _ = self.tensors[number]
         rows = len(form)
         step = self.tensors[number].chunk_length
         for start in range(0, rows, step):
@@ -100,7 +112,43 @@ class RowTransfer:
                 continue
             values, places = chunk[own], own + start
             differs = (_bytes_of(values) != _bytes_of(into[places])).any(1).nonzero().view(-1)
+            has_state = into[places] != 0 if kind == "written" else _bytes_of(values).any(1)
             into.index_copy_(0, places[differs], values[differs])
+            if kind != "weight":
+                self._note_state(table, places[has_state])
+
+    def _note_state(self, table: DividedTable, rows: Tensor) -> None:
+        """Note those of some rows with state that do not count as written."""
+        unwritten = rows[table.rows.written.detach().index_select(0, rows) == 0]
+        if len(unwritten):
+            self._with_state[id(table.rows)] = torch.unique(torch.cat([self._with_state[id(table.rows)], unwritten]))
+
+    def bring(self, number: int, rows: Tensor, counts: Sequence[int], into: Tensor | None) -> None:
+        """Bring some rows of a tensor to rank 0. Every rank must call it. Memory: a chunk.
+
+        Args:
+            number: The number of the tensor.
+            rows: Those of this rank, ascending.
+            counts: How many of them each rank has.
+            into: On rank 0, where they go; None on the others.
+        """
+        _, _, form, get = self.tensors[number]
+        group, step = self._world.group, self.tensors[number].chunk_length
+        chunks = torch.split(rows, step) if len(rows) else ()
+        if into is None:
+            for own in chunks:
+                dist.send(own, group=group, group_dst=0)
+                dist.send(as_bytes(get()[own]), group=group, group_dst=0)
+            return
+        for own in chunks:
+            into.index_copy_(0, own, get()[own])
+        for rank, count in enumerate(counts[1:], 1):
+            for start in range(0, count, step):
+                theirs = torch.empty(min(step, count - start), dtype=torch.int64)
+                values = torch.empty((len(theirs), *form.shape[1:]), dtype=form.dtype)
+                dist.recv(theirs, group=group, group_src=rank)
+                dist.recv(as_bytes(values), group=group, group_src=rank)
+                into.index_copy_(0, theirs, values)
 
     def _asked(self, request: Sequence[int] = ()) -> list[int]:
         """Return what rank 0 asks for: the number of a tensor, and the first row and the one behind the last."""
@@ -138,9 +186,9 @@ class RowTransfer:
             dist.send(as_bytes(values), group=self._world.group, group_dst=0)
 
     def _own(self, number: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the rows that this rank has written, counted from `start`, and their values."""
-        table, _, get = self.tensors[number]
-        places = table.rows.written.detach()[start:stop].nonzero().view(-1)
+        """Return the rows of this rank that are present, counted from `start`, and their values."""
+        table, _, _, get = self.tensors[number]
+        places = self.present(table, start, stop).nonzero().view(-1)
         return places, get()[places + start]
 
     def _counts(self, own: int) -> list[int]:

@@ -328,6 +328,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             if divided is not None:
                 divided.spread(found.groups)
             given, overruled = restore(subjects, found.groups, found.document, source=source)
+            if divided is not None:
+                divided.note_restored()
         else:
             assert isinstance(cut, DividedModel)
             given, overruled = restore_parts(world, subjects, cut.division, found.checkpoint, found.document)
@@ -372,7 +374,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         assert not isinstance(engines, StagedEngineFactory)
         if cut is not None:
             gathering = ShardGathering(world, cut.division, subjects)
-        elif gathering is None and not apart and not policy.incremental and not tables_in(modules.values()):
+        elif gathering is None and not apart and not policy.incremental:
             keeper.hosts.divide(subjects)
         state = WholeState(run, select=select, engines=engines, subjects=subjects, buffers=buffers, runners=runners)
     if position is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from unisono.embedding.row_optimizers import rule_named
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.zero_memory import zero_memory
 from unisono.engine.model_contents import parameter_names
+from unisono.engine.row_changes import RowChanges
 from unisono.engine.row_exchange import DividedTable, RowExchange
 from unisono.engine.row_transfer import RowedTensor, RowTransfer
 from unisono.errors import CheckpointError, UnisonoError
@@ -73,6 +74,11 @@ class DividedTables:
         """Brings rows that others have."""
         self._where: list[Where] = []
         self._transfer = RowTransfer(world, self._listed())
+        self._of_table = self._tensors_by_table()
+        self._changes = [
+            RowChanges(min(self._transfer.tensors[number].chunk_length for number in numbers))
+            for numbers in self._of_table
+        ]
         self._segment: Segment | None = None
         self._whole: list[Tensor] = []
         """On rank 0, each tensor with the rows of all ranks, in a file."""
@@ -83,15 +89,22 @@ class DividedTables:
         names, single = parameter_names(self._modules), [*self._optimizers] == [""]
         listed: list[RowedTensor] = []
 
-        def add(table: DividedTable, group: str, name: str, form: Tensor, get: Callable[[], Tensor]) -> None:
-            self._where.append((group, name))
-            listed.append(RowedTensor(table, torch.empty_like(form, device="meta"), get))
+        def add(
+            table: DividedTable,
+            kind: Literal["weight", "written", "state"],
+            where: Where,
+            form: Tensor,
+            get: Callable[[], Tensor],
+        ) -> None:
+            self._where.append(where)
+            listed.append(RowedTensor(table, kind, torch.empty_like(form, device="meta"), get))
 
         for table in self.exchange.tables:
             weight = table.weight
             table.rows.collect = partial(self._collect, len(listed))
-            for tensor in (weight, table.rows.written):
-                add(table, "model", names[id(tensor)], tensor, tensor.detach)
+            add(table, "weight", ("model", names[id(weight)]), weight, weight.detach)
+            written = table.rows.written
+            add(table, "written", ("model", names[id(written)]), written, written.detach)
             for key, optimizer in self._optimizers.items():
                 if not isinstance(optimizer, TableOptimizer):
                     continue
@@ -103,8 +116,16 @@ class DividedTables:
                     for of_state in (*rule.per_row, *rule.per_element):
                         form = weight[:, 0] if of_state in rule.per_row else weight
                         get = _StateOf(optimizer, weight, of_state)
-                        add(table, "optimizer", f"{where}.{of_state}", form, get)
+                        add(table, "state", ("optimizer", f"{where}.{of_state}"), form, get)
         return listed
+
+    def _tensors_by_table(self) -> list[list[int]]:
+        """Return the numbers of the tensors of each table."""
+        places = {id(table.rows): place for place, table in enumerate(self.exchange.tables)}
+        of_table: list[list[int]] = [[] for _ in places]
+        for number, each in enumerate(self._transfer.tensors):
+            of_table[places[id(each.table.rows)]].append(number)
+        return of_table
 
     @property
     def names(self) -> set[str]:
@@ -128,7 +149,8 @@ class DividedTables:
     def gather(self, *, everywhere: bool) -> None:
         """Bring all rows into a file of the run's directory, on rank 0. Every rank must call it; no directory, no file.
 
-        Memory: a chunk of 4 MB. Disk: that of the tables.
+        Memory: a chunk of 4 MB. Disk: that of the tables. Traffic: the rows that have changed since the last time, or
+        all that have been written if this is the first time, or weights have been loaded.
 
         Args:
             everywhere: Makes no difference.
@@ -138,7 +160,38 @@ class DividedTables:
         """
         if self._directory is None or self.is_whole:
             return
-        with raised_on_all(self._world, "gathering the rows of tables"), self._serving():
+        with raised_on_all(self._world, "gathering the rows of tables"):
+            found = self._find_changes()
+            # The state of an optimizer is made in the first step.
+            tensors = [number for number in range(len(self._where)) if self._exists(number)]
+            own = [len(tensors), *(-1 if rows is None else len(rows) for rows in found)]
+            of_ranks = [[int(number) for number in each] for each in self._world.gather_numbers(own)]
+            changed = [rows for rows in found if rows is not None]
+            if any(each[0] != len(tensors) or -1 in each for each in of_ranks):
+                self._gather_all()
+            else:
+                for table, (numbers, rows) in enumerate(zip(self._of_table, changed, strict=True), 1):
+                    for number in numbers:
+                        if number in tensors:
+                            into = self._whole[number] if self._whole else None
+                            self._transfer.bring(number, rows, [each[table] for each in of_ranks], into)
+        self._note_gathered()
+
+    def _find_changes(self) -> list[Tensor | None]:
+        """Return the rows of each table that have changed on this rank since rank 0 got them; None: not known."""
+        tensors = self._transfer.tensors
+        return [
+            changes.find(
+                len(table.weight),
+                partial(self._transfer.present, table),
+                [tensors[n].tensor() for n in numbers if self._exists(n)],
+            )
+            for table, changes, numbers in zip(self.exchange.tables, self._changes, self._of_table, strict=True)
+        ]
+
+    def _gather_all(self) -> None:
+        """Bring all rows that are present to rank 0, and zeros in the place of others."""
+        with self._serving():
             if self._world.rank == 0:
                 for number, whole in enumerate(self._whole):
                     if self._exists(number):
@@ -148,6 +201,11 @@ class DividedTables:
                             if as_bytes(chunk).any() or as_bytes(place).any():
                                 place.copy_(chunk)
                             start += len(chunk)
+
+    def _note_gathered(self) -> None:
+        """Note that the file of rank 0 has the rows as they were at the last look for changes."""
+        for changes in self._changes:
+            changes.keep()
         self._gathered_at = self.exchange.steps
         self._release_pages()
 
@@ -192,6 +250,11 @@ class DividedTables:
         self._gathered_at = self.exchange.steps
         self._release_pages()
 
+    def note_restored(self) -> None:
+        """Note that the state of this rank is that of the checkpoint that rank 0 has read into its file."""
+        self._find_changes()
+        self._note_gathered()
+
     def put_whole(self, groups: Mapping[str, dict[str, Tensor]]) -> None:
         """Put the tensors with all rows into the groups of a checkpoint, on rank 0."""
         stand_ins = self._stand_ins(lambda number: self._whole[number])
@@ -225,7 +288,13 @@ class DividedTables:
                 write_rows(path, columns, tied_names(tensors))
 
     def into(self) -> dict[Where, Tensor] | None:
-        """Return memory in a file for tensors of a checkpoint that rank 0 reads as a whole; None if there is none."""
+        """Return memory in a file for tensors of a checkpoint that rank 0 reads as a whole; None if there is none.
+
+        Every rank must call it: the file then has not what came together there.
+        """
+        self._gathered_at = -1
+        for changes in self._changes:
+            changes.forget()
         return dict(zip(self._where, self._whole, strict=True)) if self._whole else None
 
     def load(self, name: str, read: Callable[[int, int], Tensor] | None) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -26,6 +27,7 @@ from unisono.embedding import (
     export_rows,
 )
 from unisono.errors import NonFiniteLossError
+from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.digest import digest
 
 RULES = [SGD(lr=0.1, weight_decay=0.1), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1), Adam(lr=0.1), RowwiseAdam(lr=0.1)]
@@ -165,6 +167,46 @@ def saved():
     return {"saved": train(Adam(lr=0.1), steps=int(sys.argv[3]), directory=sys.argv[2]).digest()}
 
 
+def changes():
+    """What comes to rank 0 for a checkpoint is what has changed since the one before, whoever has changed it."""
+    directory, sent, original = Path(sys.argv[2]), [], dist.send
+
+    def send(tensor, *args, **kwargs):
+        sent.append(tensor.nbytes)
+        original(tensor, *args, **kwargs)
+
+    dist.send = send
+    trainer = make(Adam(lr=0.1), directory=directory, checkpoints=unisono.Checkpoints(every_steps=1, keep=20))
+    words, many, first = trainer.model.words, torch.arange(20_000), trainer.steps_done
+
+    def with_many(model, batch):
+        return loss(model, batch) + model.words(many).square().sum(1).mean()
+
+    of_saves = []
+    for _ in trainer.epochs(9, max_steps=first + 6):
+        for batch in trainer.batches(data(), batch_size=20):
+            of_saves.append(sum(unisono.comm.all_gather(sum(sent))))  # of the save after the step before
+            sent.clear()
+            trainer.step(with_many if not trainer.steps_done else loss, batch)
+            if trainer.steps_done == 3:  # by hand, which no step sees
+                rows = torch.tensor([7, 19_999, 11])
+                if DIVIDED and trainer.world_size > 1:
+                    rows = rows[words.rows.owners.own(rows)]
+                words.weight.data[rows] = words.weight.data[rows].neg()
+            if trainer.steps_done == 4:
+                trainer.load(directory / "checkpoints" / "step-000000002")
+    found = {"changed": trainer.digest()}
+    store = CheckpointStore(directory / "checkpoints")
+    for info in store.list():
+        found[f"step{info.step}"] = digest(store.load(info).groups)
+    if DIVIDED and trainer.world_size > 1:
+        least = 20_000 * (6 + 1 + 12) * 2  # weights, and two numbers of Adam's for each
+        assert first or of_saves[1] > least, of_saves
+        small = [nbytes for step, nbytes in enumerate(of_saves) if step + first not in (0, 1, 4)]
+        assert small and max(small) < least / 20, of_saves
+    return found
+
+
 def traffic():
     """What ranks send in a step depends on its ids, not on the rows that there are; a row comes once in a step."""
     sent = []
@@ -214,6 +256,7 @@ KINDS = {
     "clipped": clipped,
     "steps": steps,
     "saved": saved,
+    "changes": changes,
     "traffic": traffic,
     "fails": fails,
     "killed": killed,
