@@ -190,3 +190,33 @@ def test_other_workers_than_before_are_refused_on_all_ranks(start, run, sync, sa
     run(2, "run", steps=2)
     job = start(2, "run", sync, code=1)
     assert said in job.err
+
+
+REPLACED = """
+import sys
+import torch, torch.nn.functional as F
+import unisono
+folder, steps = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(3)
+model = torch.nn.Linear(6, 6)
+data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(0, 6, (48,)))
+trainer = unisono.Trainer(
+    model, torch.optim.AdamW(model.parameters(), lr=0.01), virtual_ranks=4, seed=5, directory=folder, progress=False,
+    sync=unisono.DiLoCo(every=3),
+)
+for epoch in trainer.epochs(2, max_steps=steps):
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch)
+        if trainer.steps_done == 4:  # within a round
+            with torch.no_grad():
+                model.weight.mul_(0.5)
+print(trainer.digest())
+"""
+
+
+def test_weights_that_were_replaced_within_a_round_begin_another_one_after_a_resume(fork_ranks, tmp_path):
+    (tmp_path / "replaced.py").write_text(REPLACED)
+    whole = fork_ranks(1, tmp_path / "replaced.py", tmp_path / "whole", 8)
+    fork_ranks(2, tmp_path / "replaced.py", tmp_path / "run", 4)
+    resumed = fork_ranks(2, tmp_path / "replaced.py", tmp_path / "run", 8)
+    assert {*resumed.lines(0), *resumed.lines(1)} == {*whole.lines(0)}

@@ -307,6 +307,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if of_workers is not None:
         others["sync"] = of_workers
         of_workers.found = {} if found is None else found.groups.get(SYNC_GROUP, {})
+    in_parts = divided or of_workers
     cursor, history = Cursor(), EvaluationHistory()
     warnings = [] if found is None else found.warnings
     given = given_by(settings_of(optimizers, others))
@@ -328,8 +329,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             if divided is not None:
                 divided.spread(found.groups)
             given, overruled = restore(subjects, found.groups, found.document, source=source)
-            if divided is not None:
-                divided.note_restored()
+            if in_parts is not None:
+                in_parts.note_restored()
         else:
             assert isinstance(cut, DividedModel)
             given, overruled = restore_parts(world, subjects, cut.division, found.checkpoint, found.document)
@@ -339,8 +340,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
                 f"these settings come from the checkpoint: {'; '.join(overruled)}. To change them in a run that goes "
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
-    gathering: Gathering | None = divided or of_workers
-    in_parts = divided or of_workers
+    gathering: Gathering | None = in_parts
     subjects = replace(subjects, given=given, put_whole=None if in_parts is None else in_parts.put_whole)
     state: RecoverableState
     if isinstance(cut, CutModel):

@@ -62,6 +62,8 @@ class WorkerGathering:
         """The numbers of all workers, and after how many steps they were so."""
         self.found: Mapping[str, Tensor] = {}
         """The tensors of a checkpoint, of which `load_state_dict` takes those of this rank's workers."""
+        self._are_behind = False
+        """Whether the workers of the checkpoint were; see `Workers.are_behind`."""
         self.saving = PartSaving(world, self)
         """Lets each rank write its own part of a checkpoint."""
 
@@ -124,6 +126,7 @@ class WorkerGathering:
             "every": workers.sync.every,
             "steps": workers.steps,
             "position": workers.position,
+            "are_behind": workers.are_behind,
             "workers": numbers if done == workers.steps else self._own_numbers(),
         }
 
@@ -141,6 +144,10 @@ class WorkerGathering:
             )
         self._tensors, self._gathered, self._numbers = {}, -1, (-1, {})
         found, self.found = self.found, {}
+        momentum = {p: f"{_MOMENTUM}.{name}" for p, name in self._names.items()}
+        own = {p: found[name] for p, name in momentum.items() if name in found}
+        self._are_behind = state["are_behind"]
+        workers.restore(state["steps"], state["position"], own)
         for worker in workers.own if state["workers"] else ():
             weights = [found[f"{worker}.weights.{name}"] for name in self._names.values()]
             numbers = state["workers"][worker]
@@ -150,9 +157,11 @@ class WorkerGathering:
                 for p, name in self._names.items()
                 if name in numbers
             }
-            workers.restore(worker, weights, optimizer)
-        momentum = {p: found.get(f"{_MOMENTUM}.{name}") for p, name in self._names.items()}
-        workers.restore_round(state["steps"], state["position"], momentum)
+            workers.restore_worker(worker, weights, optimizer)
+
+    def note_restored(self) -> None:
+        """Note that the models have the weights of the checkpoint that was loaded."""
+        self._workers.note_restored(are_behind=self._are_behind)
 
     @property
     def _is_gathered(self) -> bool:

@@ -19,6 +19,9 @@ from unisono.engine.local_steps.sync_settings import LocalSGD, workers_of
 
 __all__ = ["Workers"]
 
+_NEVER = -1
+"""No number of writes."""
+
 
 class Workers:
     """This rank's workers.
@@ -69,8 +72,13 @@ class Workers:
 
     def begin_step(self) -> None:
         """Begin a round if none is under way, or if weights were loaded into the model since the last step."""
-        if not self._weights or self._seen not in (None, self._writes()):
+        if not self._weights or self.are_behind:
             self.begin_round()
+
+    @property
+    def are_behind(self) -> bool:
+        """True if weights were written into the model since the last step, so that the next one begins a round."""
+        return self._seen not in (None, self._writes())
 
     def begin_round(self) -> None:
         """Give all workers the outer weights."""
@@ -131,20 +139,28 @@ class Workers:
         """Return the weights of a worker, and its optimizer's state by parameter; no weights before the first step."""
         return self._weights.get(worker, ()), self._states.get(worker, {})
 
-    def restore(self, worker: int, weights: Sequence[Tensor], state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Give a worker these weights and this state of its optimizer; tensors are copied."""
+    def restore(self, steps: int, position: int, momentum: Mapping[Tensor, Tensor]) -> None:
+        """Go on after so many steps, and at this place of a round, with this momentum of the outer step, copied."""
+        self.steps, self.position, self._seen = steps, position, None
+        self._weights, self._states = {}, {}
+        for p, value in momentum.items():
+            self.outer.state[p]["momentum_buffer"] = _like(p, value)
+
+    def note_restored(self, *, are_behind: bool) -> None:
+        """Note that the model has the weights of the run that goes on.
+
+        Args:
+            are_behind: The value that the property had in that run.
+        """
+        self._seen = _NEVER if are_behind else self._writes()
+
+    def restore_worker(self, worker: int, weights: Sequence[Tensor], state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Give a worker these weights and this state of its optimizer, after `restore`; tensors are copied."""
         self._weights[worker] = [_like(p, weight) for p, weight in zip(self.parameters, weights, strict=True)]
         self._states[worker] = {
             p: {name: _like(p, value) if isinstance(value, Tensor) else value for name, value in values.items()}
             for p, values in state.items()
         }
-
-    def restore_round(self, steps: int, position: int, momentum: Mapping[Tensor, Tensor | None]) -> None:
-        """Go on after so many steps, and at this place of a round, with this momentum of the outer step."""
-        self.steps, self.position, self._seen = steps, position, None
-        for p, value in momentum.items():
-            if value is not None:
-                self.outer.state[p]["momentum_buffer"] = _like(p, value)
 
     def _writes(self) -> int:
         return sum(p._version for p in self.parameters)
