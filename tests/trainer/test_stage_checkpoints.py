@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
+
+from tests.checkpoint_writers import writers
 
 PROGRAM = """
 import json, sys
@@ -75,15 +74,6 @@ def run(fork_ranks, tmp_path):
         return job.lines(0)
 
     return run
-
-
-def writers(checkpoint: Path) -> dict[str, set[int]]:
-    """The ranks that have written each file; none where rank 0 has written the whole one."""
-    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
-    return {
-        file["name"].removesuffix(".safetensors"): {int(region.split()[2]) for region in file.get("regions", ())}
-        for file in files
-    }
 
 
 @pytest.mark.parametrize(

@@ -189,17 +189,7 @@ class WorkerGathering:
             weights, state = self._workers.of(worker)
             if not weights:
                 continue
-            found[worker] = {
-                self._names[p]: {
-                    "tensors": _tensors_in(values),
-                    "values": {
-                        key: value.cpu() if isinstance(value, Tensor) else value
-                        for key, value in values.items()
-                        if key not in _tensors_in(values)
-                    },
-                }
-                for p, values in state.items()
-            }
+            found[worker] = {self._names[p]: _numbers_of(values) for p, values in state.items()}
         return found
 
     def _momentum(self) -> dict[str, Tensor]:
@@ -263,6 +253,16 @@ def _plan(momentum: Mapping[str, Tensor], tables: Sequence[_WorkerTable], forms:
 
 def _tensors_in(values: Mapping[str, Any]) -> list[str]:
     return [key for key, value in values.items() if isinstance(value, Tensor) and value.dim() > 0]
+
+
+def _numbers_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the tensors of a parameter's state, and its other values."""
+    tensors = _tensors_in(values)
+    others = {key: value for key, value in values.items() if key not in tensors}
+    return {
+        "tensors": tensors,
+        "values": {key: value.cpu() if isinstance(value, Tensor) else value for key, value in others.items()},
+    }
 
 
 def owner_of(workers: Workers, group: str, name: str) -> int | None:
