@@ -14,46 +14,49 @@ def table():
     written[::3] = 1
     changes = RowChanges(64)
 
-    def find():
-        return changes.find(1000, lambda start, stop: written[start:stop], [weight, written, sums])
+    def since(base):
+        changes.look(1000, lambda start, stop: written[start:stop], [weight, written, sums])
+        found = changes.since(base)
+        return None if found is None else found.tolist()
 
-    assert find() is None
-    changes.keep()
-    assert find().tolist() == []
-    return weight, sums, written, changes, find
+    assert since("first") is None
+    changes.keep("first")
+    assert since("first") == []
+    return weight, sums, written, changes, since
 
 
 def test_any_change_of_a_row_that_has_been_written_is_found(table):
-    weight, sums, written, changes, find = table
+    weight, sums, written, changes, since = table
     weight[1] += 1  # not written
     weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(9.0))
     weight[6, :2] = -weight[6, :2]
     weight[9] = weight[9].flip(0)
     sums[300] += 1
     written[500] = 1
-    assert find().tolist() == [3, 6, 9, 300, 500]
-    assert find().tolist() == [3, 6, 9, 300, 500]
-    changes.keep()
-    assert find().tolist() == []
+    assert since("first") == [3, 6, 9, 300, 500]
+    sums[303] += 1
+    assert since("first") == [3, 6, 9, 300, 303, 500]
+    changes.keep("second")
+    assert since("second") == []
 
 
-@pytest.mark.parametrize("row", range(0, 999, 37))
+@pytest.mark.parametrize("row", range(0, 999, 111))
 def test_zeros_of_another_sign_differ(table, row):
-    weight, _, written, changes, find = table
+    weight, _, written, changes, since = table
     written[row] = 1
     weight[row] = 0.0
-    find()
-    changes.keep()
+    since("first")
+    changes.keep("second")
     weight[row, torch.randperm(5)[:2]] = -0.0
-    assert find().tolist() == [row]
+    assert since("second") == [row]
 
 
-def test_rows_that_are_gone_and_what_was_forgotten_are_not_known(table):
-    _, _, written, changes, find = table
+def test_rows_that_are_gone_and_another_base_are_not_known(table):
+    _, _, written, changes, since = table
     written[3] = 0
-    assert find() is None
+    assert since("first") is None
     written[3] = 1
-    changes.forget()
-    assert find() is None
-    changes.keep()
-    assert find().tolist() == []
+    assert since("other") is None
+    assert since("first") == []
+    changes.keep("other")
+    assert since("first") is None

@@ -38,7 +38,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(fork_ranks, fork_python, tmp_
     assert len([*(tmp_path / "parts" / "checkpoints").glob("step-*")]) == 3
 
 
-def test_rows_that_have_changed_come_to_rank_0_for_a_checkpoint(fork_ranks, fork_python, tmp_path):
+def test_ranks_write_the_rows_that_have_changed(fork_ranks, fork_python, tmp_path):
     """Also those that no step has changed, after weights were loaded, and in a run that goes on."""
     expected = [digests(fork_python(PROGRAM, "changes", tmp_path / "whole"), least=n) for n in (7, 13)]
     found = [

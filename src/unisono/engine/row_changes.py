@@ -1,6 +1,6 @@
-"""Which rows of a divided table have changed since rank 0 got them: found by a hash of each row, not by noting writes.
+"""Which rows of a divided table have changed since a checkpoint: found by a hash of each row, not by noting writes.
 
-So whatever writes rows, none is missed. Start reading at `RowChanges.find`.
+So whatever writes rows, none is missed. Start reading at `RowChanges.since`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Hashed(NamedTuple):
 
 
 class RowChanges:
-    """Finds the rows of this rank that have changed. Memory: 12 bytes for each row that is present.
+    """Finds the rows of this rank that have changed since a checkpoint. Memory: 12 bytes for each present row, twice.
 
     Two values of a row have the same hash by a chance of one in 2^64.
 
@@ -39,15 +39,12 @@ class RowChanges:
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._kept: list[_Hashed] | None = None
+        self._base = ""
+        self._kept: list[_Hashed] = []
         self._found: list[_Hashed] = []
 
-    def forget(self) -> None:
-        """Let the next `find` know nothing."""
-        self._kept = None
-
-    def find(self, rows: int, present: Callable[[int, int], Tensor], tensors: Sequence[Tensor]) -> Tensor | None:
-        """Return the rows that have changed since `keep`, ascending; None if that is not known.
+    def look(self, rows: int, present: Callable[[int, int], Tensor], tensors: Sequence[Tensor]) -> None:
+        """Hash the rows as they are now.
 
         Args:
             rows: The number of rows of the table.
@@ -55,25 +52,33 @@ class RowChanges:
             tensors: Tensors with a row for each row of the table.
         """
         self._found = []
-        changed: list[Tensor] = []
-        is_known = self._kept is not None and len(self._kept) == -(-rows // self._length)
-        for number, start in enumerate(range(0, rows, self._length)):
+        for start in range(0, rows, self._length):
             own = present(start, min(start + self._length, rows)).nonzero().view(-1)
-            now = _Hashed(own.int(), _hashes(own + start, tensors))
-            self._found.append(now)
-            if is_known:
-                assert self._kept is not None
-                differing = _differing(self._kept[number], now)
-                is_known = differing is not None
-                if differing is not None and len(differing):
-                    changed.append(differing + start)
-        if not is_known:
-            return None
-        return torch.cat(changed) if changed else torch.empty(0, dtype=torch.int64)
+            self._found.append(_Hashed(own.int(), _hashes(own + start, tensors)))
 
-    def keep(self) -> None:
-        """Note that rank 0 has the rows as they were at the last `find`."""
-        self._kept = self._found
+    def since(self, base: str) -> Tensor | None:
+        """Return the rows that have changed from a checkpoint to the last look, ascending; None if that is not known.
+
+        Args:
+            base: Its name; see `keep`.
+        """
+        if base != self._base or len(self._kept) != len(self._found):
+            return None
+        changed = [torch.empty(0, dtype=torch.int64)]
+        for number, (before, now) in enumerate(zip(self._kept, self._found, strict=True)):
+            differing = _differing(before, now)
+            if differing is None:
+                return None
+            changed.append(differing + number * self._length)
+        return torch.cat(changed)
+
+    def keep(self, base: str) -> None:
+        """Keep the rows as they were at the last look, as those of a checkpoint.
+
+        Args:
+            base: A name for it.
+        """
+        self._base, self._kept = base, self._found
 
 
 def _differing(before: _Hashed, now: _Hashed) -> Tensor | None:

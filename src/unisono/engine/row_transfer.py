@@ -1,8 +1,9 @@
-"""Rows of divided tables on their way to rank 0, for files and digests, and from there to the ranks that have them.
+"""Rows of divided tables on their way to the ranks that write files or compute digests, and back to their owners.
 
-A tensor with a row for each row of a table goes in chunks, so no rank has to have room for it. To rank 0 come the rows
-that are present: those that have been written, or have state though they count as not written, since weights were
-loaded in which they were not. Others are zeros. Start reading at `RowTransfer.column` and `RowTransfer.spread`.
+A tensor with a row for each row of a table goes in chunks, so no rank has to have room for it. What is saved are the
+rows that are present: those that have been written, or have state though they count as not written, since weights were
+loaded in which they were not. Others are zeros. Start reading at `RowTransfer.column`, for rank 0 alone, at
+`RowTransfer.deliver` and `RowTransfer.distribute`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RowedTensor(NamedTuple):
 
 
 class RowTransfer:
-    """Transfers between rank 0 and the owners of rows, over the group of all ranks.
+    """Transfers between the owners of rows and other ranks, over the group of all ranks.
 
     Args:
         world: The ranks.
@@ -81,74 +82,97 @@ class RowTransfer:
         form = self.tensors[number].form
         return RowColumn(form, partial(self._chunks, number))
 
-    def spread(self, number: int, into: Tensor, read: Callable[[int, int], Tensor] | None) -> None:
-        """Let each rank write its own rows of a tensor. Every rank must call it.
+    def distribute(self, number: int, into: Tensor, spans: Sequence[range], read: Callable[[int, int], Tensor]) -> None:
+        """Let each rank write its own rows of a tensor, which some ranks read. Every rank must call it.
 
-        Rows of zeros are not written to where there are zeros, so they take no memory.
+        Rows of zeros are not sent, and not written to where there are zeros, so they take no memory. Memory: a chunk of
+        each rank that reads. Traffic: the other rows, and their numbers.
 
         Args:
             number: The number of the tensor.
             into: The tensor, or one in its place.
-            read: Returns its rows start <= row < stop, contiguous, on rank 0; None on the others.
+            spans: For each rank, the rows that it reads. Together they are all rows.
+            read: Returns rows start <= row < stop of this rank's span, contiguous.
         """
         table, kind, form, _ = self.tensors[number]
-        rows = len(form)
         step = self.tensors[number].chunk_length
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            chunk = (
-                torch.empty((stop - start, *form.shape[1:]), dtype=form.dtype) if read is None else read(start, stop)
-            )
-            is_zero = torch.zeros(1, dtype=torch.uint8)
-            if read is not None:
-                is_zero[0] = not as_bytes(chunk).any()
-            dist.broadcast(is_zero, 0, group=self._world.group)
-            if is_zero:
-                chunk = torch.zeros_like(chunk)
-            else:
-                self._world.broadcast_tensor(chunk)
-            own = table.owners.own(torch.arange(start, stop)).nonzero().view(-1)
-            if not len(own):
-                continue
-            values, places = chunk[own], own + start
-            differs = (_bytes_of(values) != _bytes_of(into[places])).any(1).nonzero().view(-1)
-            has_state = into[places] != 0 if kind == "written" else _bytes_of(values).any(1)
-            into.index_copy_(0, places[differs], values[differs])
-            if kind != "weight":
-                self._note_state(table, places[has_state])
+        for done in range(0, max(map(len, spans)), step):
+            chunks = [span[done : done + step] for span in spans]
+            mine = chunks[self._world.rank]
+            values = read(mine.start, mine.stop) if len(mine) else torch.empty((0, *form.shape[1:]), dtype=form.dtype)
+            present = _has_bits(values).nonzero().view(-1)
+            rows = present + mine.start
+            owners = table.owners.of(rows)
+            order = torch.argsort(owners, stable=True)
+            sent = torch.bincount(owners, minlength=self._world.size)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self._world.group)
+            came = self._exchange(rows[order], values[present[order]], sent.tolist(), received.tolist())
+            of_readers = zip(*(torch.split(each, received.tolist()) for each in came), strict=True)
+            for chunk, (which, theirs) in zip(chunks, of_readers, strict=True):
+                places = torch.arange(chunk.start, chunk.stop)
+                places = places[table.owners.own(places)]
+                target = torch.zeros((len(places), *form.shape[1:]), dtype=form.dtype)
+                target.index_copy_(0, torch.searchsorted(places, which), theirs)
+                before = into[places]
+                differs = (_bytes_of(target) != _bytes_of(before)).any(1).nonzero().view(-1)
+                into.index_copy_(0, places[differs], target[differs])
+                if kind != "weight":  # what had been written has state
+                    self._note_state(table, which if kind == "state" else places[before != 0])
 
     def _note_state(self, table: DividedTable, rows: Tensor) -> None:
-        """Note those of some rows with state that do not count as written."""
+        """Note those of some rows with state that do not count as written, once it is known which have been."""
         unwritten = rows[table.rows.written.detach().index_select(0, rows) == 0]
         if len(unwritten):
             self._with_state[id(table.rows)] = torch.unique(torch.cat([self._with_state[id(table.rows)], unwritten]))
 
-    def bring(self, number: int, rows: Tensor, counts: Sequence[int], into: Tensor | None) -> None:
-        """Bring some rows of a tensor to rank 0. Every rank must call it. Memory: a chunk.
+    def deliver(
+        self,
+        number: int,
+        rows: Sequence[Tensor],
+        counts: Sequence[Sequence[int]],
+        put: Callable[[Tensor, Tensor], None],
+    ) -> None:
+        """Bring rows of a tensor to ranks. Every rank must call it. Memory: a chunk.
 
         Args:
             number: The number of the tensor.
-            rows: Those of this rank, ascending.
-            counts: How many of them each rank has.
-            into: On rank 0, where they go; None on the others.
+            rows: For each rank, the rows of this rank that it gets.
+            counts: For each rank, how many it sends to each.
+            put: Called with numbers of rows and their values, as they come.
         """
-        _, _, form, get = self.tensors[number]
-        group, step = self._world.group, self.tensors[number].chunk_length
-        chunks = torch.split(rows, step) if len(rows) else ()
-        if into is None:
-            for own in chunks:
-                dist.send(own, group=group, group_dst=0)
-                dist.send(as_bytes(get()[own]), group=group, group_dst=0)
-            return
-        for own in chunks:
-            into.index_copy_(0, own, get()[own])
-        for rank, count in enumerate(counts[1:], 1):
-            for start in range(0, count, step):
-                theirs = torch.empty(min(step, count - start), dtype=torch.int64)
-                values = torch.empty((len(theirs), *form.shape[1:]), dtype=form.dtype)
-                dist.recv(theirs, group=group, group_src=rank)
-                dist.recv(as_bytes(values), group=group, group_src=rank)
-                into.index_copy_(0, theirs, values)
+        rank, size = self._world.rank, self._world.size
+        step = max(1, self.tensors[number].chunk_length // size)
+        form, get = self.tensors[number].form, self.tensors[number].tensor
+        for done in range(0, max(map(max, counts)), step):
+            own = torch.cat([each[done : done + step] for each in rows])
+            sent = [len(each[done : done + step]) for each in rows]
+            received = [min(max(of_rank[rank] - done, 0), step) for of_rank in counts]
+            values = get()[own] if len(own) else torch.empty((0, *form.shape[1:]), dtype=form.dtype)
+            put(*self._exchange(own, values, sent, received))
+
+    def deliver_numbers(self, rows: Sequence[Tensor], counts: Sequence[Sequence[int]]) -> Tensor:
+        """Return the numbers of the rows that come to this rank, ascending; see `deliver`. Every rank must call it."""
+        received = [of_rank[self._world.rank] for of_rank in counts]
+        which = torch.empty(sum(received), dtype=torch.int64)
+        sent = [*map(len, rows)]
+        dist.all_to_all_single(which, torch.cat([*rows]), received, sent, group=self._world.group)
+        return which.sort().values
+
+    def _exchange(self, rows: Tensor, values: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Tensor]:
+        """Send some of this rank's rows to each rank, in order, and return those that come from each."""
+        group, row_nbytes = self._world.group, values.shape[1:].numel() * values.element_size()
+        which = torch.empty(sum(received), dtype=torch.int64)
+        dist.all_to_all_single(which, rows, received, sent, group=group)
+        found = torch.empty((len(which), *values.shape[1:]), dtype=values.dtype)
+        dist.all_to_all_single(
+            as_bytes(found),
+            as_bytes(values),
+            [count * row_nbytes for count in received],
+            [count * row_nbytes for count in sent],
+            group=group,
+        )
+        return which, found
 
     def _asked(self, request: Sequence[int] = ()) -> list[int]:
         """Return what rank 0 asks for: the number of a tensor, and the first row and the one behind the last."""
@@ -197,6 +221,11 @@ class RowTransfer:
         return [int(number) for (number,) in numbers]
 
 
+def _has_bits(rows: Tensor) -> Tensor:
+    """Return whether each row has other bits than zeros, [n], bool."""
+    return (_bytes_of(rows) != 0).any(1)
+
+
 def _bytes_of(rows: Tensor) -> Tensor:
     """Return the bytes of rows, [n, bytes], so that -0.0 differs from 0.0."""
-    return rows.contiguous().view(len(rows), -1).view(torch.uint8)
+    return as_bytes(rows.contiguous()).view(len(rows), rows.shape[1:].numel() * rows.element_size())

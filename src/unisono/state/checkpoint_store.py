@@ -158,13 +158,7 @@ class CheckpointStore:
             return None
         work.begin()
         increment = find_increment(tensors, base, work.path)
-        if increment is None:
-            return None
-        try:
-            os.link(base.path, work.path / (base_name(group) + SUFFIX))
-        except OSError:  # a file system without hard links, or the base has been deleted
-            return None
-        return increment
+        return increment if increment is not None and self._link(base, group, work) else None
 
     def _keep_bases(
         self,
@@ -172,13 +166,15 @@ class CheckpointStore:
         entries: Mapping[str, FileEntry],
         described: Mapping[str, dict[str, Json]],
         linked: Mapping[str, BaseFile],
+        *,
+        mark: str = "",
     ) -> None:
         """Note against what the next checkpoint is compared: with the bases of this one, or its own files."""
         for group in described:
             entry = entries[group + SUFFIX]
             base = linked.get(group)
             if base is None:
-                self._bases[group] = BaseFile(path / entry.name, entry, described[group])
+                self._bases[group] = BaseFile(path / entry.name, entry, described[group], mark=mark)
             else:
                 base.path = path / (base_name(group) + SUFFIX)
                 base.spent += entry.nbytes
@@ -201,6 +197,23 @@ class CheckpointStore:
             raise work.explained(error) from error
         return work
 
+    def link_bases(self, work: CheckpointWork) -> Mapping[str, BaseFile]:
+        """Put the bases of groups into the folder of a new checkpoint, and return those for which that could be done.
+
+        Args:
+            work: What `begin_parts` returned.
+        """
+        return {
+            group: base for group, base in self._bases.items() if self._incremental and self._link(base, group, work)
+        }
+
+    def _link(self, base: BaseFile, group: str, work: CheckpointWork) -> bool:
+        try:
+            os.link(base.path, work.path / (base_name(group) + SUFFIX))
+        except OSError:  # a file system without hard links, or the base has been deleted
+            return False
+        return True
+
     def write_parts(
         self,
         work: CheckpointWork,
@@ -212,6 +225,7 @@ class CheckpointStore:
         document: Json,
         ranks: Sequence[int] | None = None,
         gives_up: Callable[[bool], str] = lambda _is_begun: "",
+        increments: Mapping[str, dict[str, Json]] | None = None,
     ) -> CheckpointInfo:
         """Write the part of rank 0, wait for those of others, and return when the checkpoint is safe on the disk.
 
@@ -226,14 +240,22 @@ class CheckpointStore:
             document: Everything else.
             ranks: Those that write, in the order of the plans. None: all.
             gives_up: See `await_parts`.
+            increments: The notes of the groups of which changed rows are written; the others are bases from then on.
+                None: no group is, and none is a base.
 
         Raises:
             CheckpointError: See `write`; also, caused by PartsError, if another rank could not write its part, or has
                 died.
         """
         files = {group + SUFFIX: plan.layout for group, plan in plans.items()}
-        described: dict[str, Json] = {group: plan.layout.described for group, plan in plans.items()}
+        described = {group: {**plan.layout.described} for group, plan in plans.items()}
+        linked: dict[str, BaseFile] = {}
         try:
+            for group, base in self._bases.items():
+                if increments is not None and group in increments:
+                    described[group]["base"], linked[group] = increments[group], base
+                elif increments is not None:
+                    (work.path / (base_name(group) + SUFFIX)).unlink(missing_ok=True)
             text = to_json(document)
             own: list[FileEntry] = []
             for group, tensors in groups.items():
@@ -249,7 +271,8 @@ class CheckpointStore:
             if ranks is None:
                 ranks = range(len(next(iter(plans.values())).starts))
             entries = await_parts(work.path, ranks, files, gives_up=gives_up)
-            path, nbytes = work.commit([*entries, *own], described)
+            bases = [replace(base.entry, name=base_name(group) + SUFFIX) for group, base in linked.items()]
+            path, nbytes = work.commit([*entries, *own, *bases], described)
         except OSError as error:
             raise work.explained(error) from error
         except PartsError as error:
@@ -262,7 +285,10 @@ class CheckpointStore:
             writer.close()
             work.close()
         self._written.add(path)
-        return CheckpointInfo(path=path, step=work.step, nbytes=nbytes)
+        if increments is not None:
+            files_of = {entry.name: entry for entry in entries}
+            self._keep_bases(path, files_of, {group: described[group] for group in plans}, linked, mark=work.path.name)
+        return CheckpointInfo(path=path, step=work.step, nbytes=nbytes - sum(base.nbytes for base in bases))
 
     def open(self, info: CheckpointInfo) -> OpenCheckpoint:
         """Return a checkpoint of which parts can be read; what is read is compared with its hashes.

@@ -25,14 +25,28 @@ from unisono.state.regions import FileEntry
 from unisono.state.safetensors_format import memory_for, tied_names
 from unisono.state.tensor_file import TensorFile, TensorRange
 
-__all__ = ["BaseFile", "Increment", "apply_increment", "base_name", "find_increment", "is_sound"]
+__all__ = [
+    "LEAST_NBYTES",
+    "BaseFile",
+    "Increment",
+    "apply_increment",
+    "base_name",
+    "changed_rows",
+    "comparable",
+    "differs_mostly",
+    "find_increment",
+    "is_sound",
+    "name_of_rows",
+    "sampled_rows",
+]
 
-_LEAST_NBYTES = 1 << 20
+
+LEAST_NBYTES = 1 << 20
 """Smaller tensors are stored whole."""
 _READ_NBYTES = 8 << 20
 _MOST_NBYTES = 64 << 20
 _SAMPLE = 16
-"""Rows that are compared first: if most of them differ, so do most of the tensor, and the rest is not read."""
+"""The number of rows that are compared first."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -47,6 +61,20 @@ class BaseFile:
     """The description of its tensors in the manifest."""
     spent: int = 0
     """Bytes of the increments since it was written."""
+    mark: str = ""
+    """The name of the folder in which ranks wrote their parts of it; "" if one process wrote it."""
+
+    def open(self) -> TensorFile:
+        """Return the file, of which nothing is compared with hashes.
+
+        Raises:
+            CheckpointError: It cannot be read.
+        """
+        return TensorFile(self.path, described=self.described)
+
+    def is_worth(self, nbytes: int) -> bool:
+        """Return True if an increment of so many bytes is to be stored, and not the whole group as a new base."""
+        return nbytes <= self.entry.nbytes // 2 and self.spent + nbytes <= self.entry.nbytes
 
 
 class Increment(NamedTuple):
@@ -61,6 +89,11 @@ class Increment(NamedTuple):
 def base_name(group: str) -> str:
     """Return the name of a group's base, without its suffix."""
     return f"{group}-base"
+
+
+def name_of_rows(name: str) -> str:
+    """Return the name under which the numbers of a tensor's changed rows are stored."""
+    return f"{name}~rows"
 
 
 def find_increment(tensors: Mapping[str, Tensor], base: BaseFile, folder: Path) -> Increment | None:
@@ -82,22 +115,23 @@ def find_increment(tensors: Mapping[str, Tensor], base: BaseFile, folder: Path) 
     aliases: dict[str, Json] = {}
     nbytes = 0
     try:
-        file = TensorFile(base.path, described=base.described)
+        file = base.open()
+        compared = comparable(tensors, file)
         for name, tensor in tensors.items():
             if tied.get(name) in rows:
                 aliases[name] = tied[name]
                 continue
             changed = None
-            if name not in tied and _numbers(name) not in tensors and _is_comparable(tensor, file.forms.get(name)):
-                changed = _changed_rows(file, name, tensor)
+            if name in compared and not differs_mostly(file, name, tensor):
+                changed = changed_rows(file, name, tensor, range(len(tensor)))
             if changed is None:
                 stored[name] = tensor
             else:
-                stored[name], stored[_numbers(name)] = _rows_of(tensor, changed, folder), changed
+                stored[name], stored[name_of_rows(name)] = _rows_of(tensor, changed, folder), changed
                 rows[name] = len(tensor)
-                nbytes += stored[_numbers(name)].nbytes
+                nbytes += stored[name_of_rows(name)].nbytes
             nbytes += nbytes_of([(name, stored[name])]) if name not in tied else 0
-            if nbytes > base.entry.nbytes // 2 or base.spent + nbytes > base.entry.nbytes:
+            if not base.is_worth(nbytes):
                 return None
     except CheckpointError:  # it was deleted or cut off
         return None
@@ -136,7 +170,7 @@ def apply_increment(
         values, form = stored[name], base.forms[name]
         whole = memory_for(name, (notes["rows"][name], *form.shape[1:]), form.dtype, into)
         base.read([TensorRange(name, 0, whole[: len(form)])])
-        whole[stored[_numbers(name)]] = values
+        whole[stored[name_of_rows(name)]] = values
         found[name] = whole
     return found
 
@@ -152,18 +186,13 @@ def is_sound(notes: Any) -> bool:
     )
 
 
-def _numbers(name: str) -> str:
-    """Return the name under which the numbers of a tensor's changed rows are stored."""
-    return f"{name}~rows"
-
-
 def _is_comparable(tensor: Tensor, form: Tensor | None) -> bool:
     """Return True if a tensor is large, plain, and has the rows of one in a base, or more."""
     return (
         form is not None
         and tensor.layout == torch.strided
         and tensor.device.type == "cpu"
-        and tensor.nbytes >= _LEAST_NBYTES
+        and tensor.nbytes >= LEAST_NBYTES
         and tensor.is_contiguous()
         and not tensor.is_complex()
         and tensor.dtype == form.dtype
@@ -173,24 +202,51 @@ def _is_comparable(tensor: Tensor, form: Tensor | None) -> bool:
     )
 
 
-def _changed_rows(file: TensorFile, name: str, tensor: Tensor) -> Tensor | None:
-    """Return the numbers of the rows that differ from those of a file, ascending; None if it is most of them."""
-    count, row = len(file.forms[name]), tensor[0].numel()
-    places = range(0, count, -(-count // _SAMPLE))
+def comparable(tensors: Mapping[str, Tensor], file: TensorFile) -> list[str]:
+    """Return the names of the tensors of a group of which changed rows may be stored.
+
+    Args:
+        tensors: The tensors by name.
+        file: The base.
+    """
+    tied = tied_names(tensors)
+    return [
+        name
+        for name, tensor in tensors.items()
+        if name not in tied and name_of_rows(name) not in tensors and _is_comparable(tensor, file.forms.get(name))
+    ]
+
+
+def sampled_rows(count: int) -> range:
+    """Return the rows of a table in a base that are compared first.
+
+    If most of them have changed, so has most of the table: it is stored whole.
+    """
+    return range(0, count, -(-count // _SAMPLE))
+
+
+def differs_mostly(file: TensorFile, name: str, tensor: Tensor) -> bool:
+    """Return True if most of a sample of the rows of a tensor differ from those of a base."""
+    places, row = sampled_rows(len(file.forms[name])), tensor[0].numel()
     sample = torch.empty((len(places), *tensor.shape[1:]), dtype=tensor.dtype)
-    file.read(TensorRange(name, place * row, sample[i]) for i, place in enumerate(places))
-    if 2 * len(_differing(sample, tensor[list(places)])) > len(places):
-        return None
+    file.read([TensorRange(name, place * row, sample[i]) for i, place in enumerate(places)])
+    return 2 * len(_differing(sample, tensor[list(places)])) > len(places)
+
+
+def changed_rows(file: TensorFile, name: str, tensor: Tensor, span: range) -> Tensor:
+    """Return the numbers of the rows in a span that differ from those of a base, or are not in it, ascending."""
+    row = tensor[:1].numel()
+    count = min(max(len(file.forms[name]), span.start), span.stop)
     together = max(1, _READ_NBYTES // (row * tensor.element_size()))
-    part = torch.empty((min(together, count), *tensor.shape[1:]), dtype=tensor.dtype)
+    part = torch.empty((min(together, count - span.start), *tensor.shape[1:]), dtype=tensor.dtype)
     found = []
-    for start in range(0, count, together):
+    for start in range(span.start, count, together):
         before = part[: min(together, count - start)]
         ahead = tensor[start : min(start + 2 * together, count)]
         read_ahead(ahead.data_ptr(), ahead.nbytes)
         file.read([TensorRange(name, start * row, before)])
         found.append(_differing(before, tensor[start : start + len(before)]) + start)
-    return torch.cat([*found, torch.arange(count, len(tensor))])
+    return torch.cat([*found, torch.arange(count, span.stop)])
 
 
 def _rows_of(tensor: Tensor, which: Tensor, folder: Path) -> Tensor:

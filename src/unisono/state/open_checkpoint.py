@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from unisono.errors import CorruptCheckpointError
 from unisono.state.codec import Json
 from unisono.state.durable_files import CheckedFile
+from unisono.state.increment_file import IncrementFile
+from unisono.state.increments import base_name
 from unisono.state.manifest import STATE, SUFFIX, parse_manifest, read_manifest
 from unisono.state.safetensors_format import read_bytes
-from unisono.state.tensor_file import TensorFile, check_regions
+from unisono.state.tensor_file import TensorFile, TensorSource, check_regions
 
 __all__ = ["OpenCheckpoint"]
 
@@ -43,20 +47,22 @@ class OpenCheckpoint:
         """The names of the groups of tensors."""
         return [*self._manifest.groups]
 
-    @property
-    def has_increments(self) -> bool:
-        """True if changed rows are stored of a group, so that it can be read by `CheckpointStore.load` alone."""
-        return any("base" in described for described in self._manifest.groups.values())
-
-    def group(self, name: str) -> TensorFile:
-        """Return the file of a group.
+    def group(self, name: str) -> TensorSource:
+        """Return the tensors of a group, of which parts can be read.
 
         Raises:
-            CorruptCheckpointError: Its header is damaged.
+            CorruptCheckpointError: The header of its file is damaged, or what it has of changed rows.
         """
-        assert "base" not in self._manifest.groups[name]
+        described = self._manifest.groups[name]
+        stored = self._file(name, described)
+        if "base" not in described:
+            return stored
+        notes = described["base"]
+        return IncrementFile(stored, self._file(base_name(name), notes["described"]), notes)
+
+    def _file(self, name: str, described: Mapping[str, Any]) -> TensorFile:
         file = name + SUFFIX
-        return TensorFile(self.path / file, entry=self._entries[file], described=self._manifest.groups[name])
+        return TensorFile(self.path / file, entry=self._entries[file], described=described)
 
     def document(self) -> Json:
         """Return everything that is no tensor.

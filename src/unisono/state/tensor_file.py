@@ -10,6 +10,7 @@ import errno
 import hashlib
 import io
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from unisono.state.durable_files import check_hash, explained, open_file
 from unisono.state.regions import CHUNK, FileEntry, Region
 from unisono.state.safetensors_format import StoredTensor, original_types, parse_header
 
-__all__ = ["TensorFile", "TensorRange", "check_regions"]
+__all__ = ["TensorFile", "TensorRange", "TensorSource", "check_regions"]
 
 
 class TensorRange(NamedTuple):
@@ -35,6 +36,37 @@ class TensorRange(NamedTuple):
     """The first element, counted in the order of indices, as in a contiguous tensor."""
     into: Tensor
     """A contiguous tensor on the CPU, of the dtype of the one in the file; it has as many elements as are read."""
+
+
+class TensorSource(ABC):
+    """Named tensors of which parts are read."""
+
+    forms: dict[str, Tensor]
+    """By name, a tensor on the meta device, with the dtype and shape of the one that is read. Tied names have one."""
+    stored: list[str]
+    """The names of different tensors. Of tied names it has one."""
+
+    @abstractmethod
+    def read(self, ranges: Iterable[TensorRange]) -> None:
+        """Read ranges of tensors. If it raises, what the ranges' memory holds is not to be used.
+
+        Raises:
+            CorruptCheckpointError: A region that was touched is damaged; the message has its place and who wrote it.
+            CheckpointError: A file cannot be read.
+            ValueError: A range is not in its tensor.
+        """
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Return a whole tensor."""
+        tensor = torch.empty(self.forms[name].shape, dtype=self.forms[name].dtype)
+        self.read([TensorRange(name, 0, tensor)])
+        return tensor
+
+    def read_all(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in self.forms.items()}
+        self.read([TensorRange(name, 0, tensor) for name, tensor in tensors.items()])
+        return tensors
 
 
 class _Wanted(NamedTuple):
@@ -48,7 +80,7 @@ class _Wanted(NamedTuple):
         return self.start + len(self.view)
 
 
-class TensorFile:
+class TensorFile(TensorSource):
     """A safetensors file, whose header is read and checked at once, and its tensors when they are asked for.
 
     Args:
@@ -71,8 +103,7 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}. Check the path and its rights.") from error
         self._stored, notes = head
-        self.stored = [*self._stored]
-        """The names of the tensors in the order of their bytes. Those of tied ones are in `forms` alone."""
+        self.stored = [*self._stored]  # in the order of their bytes
         forms = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in self._stored.items()}
         owners = {name: name for name in self._stored}
         if described is not None:
@@ -81,21 +112,12 @@ class TensorFile:
             owners |= {name: owner for name, owner in notes.items() if owner in forms and name != "format"}
         self._owners: dict[str, str] = owners
         try:
-            self.forms: dict[str, Tensor] = original_types(forms, notes, described)
-            """A tensor on the meta device for each name, with the dtype and shape of the one in the file."""
+            self.forms = original_types(forms, notes, described)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
             raise self._no_such_file(error) from error
 
     def read(self, ranges: Iterable[TensorRange]) -> None:
-        """Read ranges of tensors. Each region of the file is read once, in order.
-
-        Memory: 1 MiB. If it raises, what the ranges' memory holds is not to be used.
-
-        Raises:
-            CorruptCheckpointError: A region that was touched is damaged; the message has its place and who wrote it.
-            CheckpointError: The file cannot be read.
-            ValueError: A range is not in its tensor.
-        """
+        """Read ranges of tensors; see `TensorSource`. Each region of the file is read once, in order. Memory: 1 MiB."""
         wanted = []
         for name, start, into in ranges:
             form, stored = self.forms[name], self._stored[self._owners[name]]
@@ -113,18 +135,6 @@ class TensorFile:
                 self._fill(file, wanted)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error}. Check the path and its rights.") from error
-
-    def read_tensor(self, name: str) -> Tensor:
-        """Return a whole tensor."""
-        tensor = torch.empty(self.forms[name].shape, dtype=self.forms[name].dtype)
-        self.read([TensorRange(name, 0, tensor)])
-        return tensor
-
-    def read_all(self) -> dict[str, Tensor]:
-        """Return all tensors by name."""
-        tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in self.forms.items()}
-        self.read(TensorRange(name, 0, tensor) for name, tensor in tensors.items())
-        return tensors
 
     def _open(self) -> io.FileIO:
         entry = self._entry

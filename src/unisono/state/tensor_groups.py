@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ from torch import Tensor
 from unisono.collectives.world import World, as_bytes
 from unisono.plan.alignment import WIRE_NBYTES, align_up
 from unisono.plan.bucketing import Item, group_by_size
-from unisono.state.codec import decode_dtype
+from unisono.state.codec import Json, decode_dtype
 
-__all__ = ["TensorGroups", "broadcast_groups", "exchange_parts"]
+__all__ = ["TensorGroups", "broadcast_groups", "exchange_parts", "forms_of", "table_of"]
 
 TensorGroups = dict[str, dict[str, Tensor]]
 """Tensors by group and name, such as "model" and "layer.weight"."""
@@ -57,7 +57,7 @@ def broadcast_groups(
     def describe() -> bytes:
         nonlocal groups
         document, groups = make()
-        tables = {group: _table(tensors) for group, tensors in groups.items()}
+        tables = {group: table_of(tensors) for group, tensors in groups.items()}
         return json.dumps({"document": document, "tensors": tables}).encode()
 
     head = json.loads(world.broadcast_bytes(describe, source=source))
@@ -138,10 +138,23 @@ def _broadcast(world: World, tensors: list[Tensor], *, source: int, is_source: b
         torch._foreach_copy_(parts, places)
 
 
-def _table(tensors: dict[str, Tensor]) -> list[tuple[str, str, str, list[int]]]:
-    """Return the name of each tensor, the name under which it is sent, dtype and shape."""
+def table_of(tensors: Mapping[str, Tensor]) -> list[Json]:
+    """Return the name of each tensor, the name under which it is sent, dtype and shape, as JSON."""
     owners: dict[int, str] = {}
     return [
-        (name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape))
+        [name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape)]
         for name, t in tensors.items()
     ]
+
+
+def forms_of(table: Iterable[Any]) -> dict[str, Tensor]:
+    """Return the tensors of a table without values, on the meta device. Tied names have one.
+
+    >>> forms_of(table_of({"w": torch.empty(2)}))
+    {'w': tensor(..., device='meta', size=(2,))}
+    """
+    forms: dict[str, Tensor] = {}
+    for name, owner, dtype, shape in table:
+        is_tied = owner != name
+        forms[name] = forms[owner] if is_tied else torch.empty(shape, dtype=decode_dtype(dtype), device="meta")
+    return forms

@@ -79,6 +79,7 @@ from unisono.trainer.step import StepRunner
 from unisono.trainer.step_clock import StepClock
 from unisono.trainer.step_runners import Engines, engines_of_layout, engines_of_run, make_runners
 from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, tensors_in_files, with_tables
+from unisono.trainer.table_restoration import restore_tables
 from unisono.trainer.worker_gathering import SYNC_GROUP, WorkerGathering, owner_of
 
 __all__ = ["Gathering", "TrainedModels", "TrainerParts", "assemble"]
@@ -221,8 +222,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     base = engines_of_run(settings, world, modules, optimizers, recovery) if has_divided(modules) else None
     divided = None if base is None else divide_tables(world, modules, optimizers, base, settings)
     in_files = tensors_in_files(modules, optimizers)
-    apart = in_files | ({} if divided is None else divided.places())
-    keeper = Checkpointing(settings.directory, policy, world, apart, loses_ranks=recovery.decisions.loses_ranks)
+    keeper = Checkpointing(settings.directory, policy, world, in_files, loses_ranks=recovery.decisions.loses_ranks)
     position = recovery.position
     workers = None
     if settings.sync is not None:
@@ -231,7 +231,12 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     found: ResumedRun | None = None
     if position is None:
         owner = None if workers is None else partial(owner_of, workers)
-        found = keeper.find(settings.resume, in_parts=isinstance(cut, DividedModel), owner=owner)
+        found = keeper.find(
+            settings.resume,
+            in_parts=isinstance(cut, DividedModel) or divided is not None,
+            by_main=divided is not None,
+            owner=owner,
+        )
     source = None if found is None else found.source
     facts = None if found is None or source is None else found.document["facts"]
     check_constants(
@@ -307,7 +312,6 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if of_workers is not None:
         others["sync"] = of_workers
         of_workers.found = {} if found is None else found.groups.get(SYNC_GROUP, {})
-    in_parts = divided or of_workers
     cursor, history = Cursor(), EvaluationHistory()
     warnings = [] if found is None else found.warnings
     given = given_by(settings_of(optimizers, others))
@@ -319,18 +323,18 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             modules,
             optimizers,
             compared=built_tensors(modules)
-            | {name for group, name in apart if group == "model"}
+            | {name for group, name in in_files if group == "model"}
             | (set() if divided is None else divided.names),
         )
     else:
-        if found.checkpoint is None:
+        if divided is not None:
+            given, overruled = restore_tables(world, subjects, divided, found)
+        elif found.checkpoint is None:
             if isinstance(cut, DividedModel):
                 cut.division.become_whole()
-            if divided is not None:
-                divided.spread(found.groups)
             given, overruled = restore(subjects, found.groups, found.document, source=source)
-            if in_parts is not None:
-                in_parts.note_restored()
+            if of_workers is not None:
+                of_workers.note_restored()
         else:
             assert isinstance(cut, DividedModel)
             given, overruled = restore_parts(world, subjects, cut.division, found.checkpoint, found.document)
@@ -340,8 +344,10 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
                 f"these settings come from the checkpoint: {'; '.join(overruled)}. To change them in a run that goes "
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
-    gathering: Gathering | None = in_parts
-    subjects = replace(subjects, given=given, put_whole=None if in_parts is None else in_parts.put_whole)
+    gathering: Gathering | None = divided or of_workers
+    subjects = replace(subjects, given=given, put_whole=None if of_workers is None else of_workers.put_whole)
+    if divided is not None:
+        divided.begin(subjects)
     state: RecoverableState
     if isinstance(cut, CutModel):
         assert isinstance(buffers, StagedBuffers)
@@ -374,7 +380,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         assert not isinstance(engines, StagedEngineFactory)
         if cut is not None:
             gathering = ShardGathering(world, cut.division, subjects)
-        elif gathering is None and not apart and not policy.incremental:
+        elif gathering is None and not in_files and not policy.incremental:
             keeper.hosts.divide(subjects)
         state = WholeState(run, select=select, engines=engines, subjects=subjects, buffers=buffers, runners=runners)
     if position is None:

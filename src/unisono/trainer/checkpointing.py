@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
+from unisono.state.increments import BaseFile
+from unisono.state.part_writing import PartsError
 from unisono.state.policy import Checkpoints
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
@@ -35,6 +37,17 @@ from unisono.watch import EventLog
 __all__ = ["Checkpointing"]
 
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
+
+
+class _BegunParts(NamedTuple):
+    """A checkpoint that ranks write."""
+
+    folder: Path
+    """Where they write."""
+    work: CheckpointWork | None
+    """The folder, on rank 0."""
+    bases: Mapping[str, BaseFile] | None
+    """See `PartPlace`."""
 
 
 class Checkpointing:
@@ -88,7 +101,7 @@ class Checkpointing:
             self.announcement.announce(is_wanted=is_wanted or self._rule.is_due_after_step(total_steps))
 
     def find(
-        self, resume: Resume, *, in_parts: bool, owner: Callable[[str, str], int | None] | None
+        self, resume: Resume, *, in_parts: bool, by_main: bool, owner: Callable[[str, str], int | None] | None
     ) -> ResumedRun | None:
         """Lock the directory and return the newest good checkpoint; None without a directory.
 
@@ -109,6 +122,7 @@ class Checkpointing:
             directory.lock,
             resume,
             in_parts=in_parts,
+            by_main=by_main,
             owner=owner,
             apart=self._apart,
         )
@@ -338,12 +352,48 @@ class Checkpointing:
             CheckpointError: With a tag, on all ranks, if it cannot be written.
         """
         assert self._directory is not None
+        saving.join()
+        begun = self._begin_parts(place, tag)
+        if begun is not None:
+            part: OwnPart | None = None
+            try:
+                part = saving.prepare(begun.folder, begun.bases)
+            except PartsError as error:
+                if tag is not None:
+                    raise
+                self._fail_to_write(place, error)
+            else:
+                if part is None and not saving.always:
+                    return False
+            finally:
+                if part is None and begun.work is not None:
+                    begun.work.close()
+            complete: Callable[[], CheckpointInfo] | None = None
+            if part is not None and begun.work is not None:
+                assert self._best is not None
+                then = partial(self._best.writing, place[2]) if tag is None else lambda: None
+                gives_up = self.hosts.patience()
+                complete = completion(self._directory.store, begun.work, part, capture, then=then, gives_up=gives_up)
+            if tag is not None:
+                self._write_tagged(part, complete)
+                return True
+            if complete is not None:
+                assert self._writer is not None
+                self._is_written = False
+                self._writer.start(place[2], complete)
+            elif part is not None:
+                saving.start(part)
+        self._rule.begin(place)
+        return True
+
+    def _begin_parts(self, place: Place, tag: str | None) -> _BegunParts | None:
+        """Begin a checkpoint that ranks write; None on all of them if that fails, which is told at the next save."""
+        assert self._directory is not None
         store = self._directory.store
         work: CheckpointWork | None = None
 
         def begin() -> bytes:
             nonlocal work
-            assert self._writer is not None
             if tag is None:
                 self._events.raise_for_listener()
             self.hold()
@@ -355,43 +405,33 @@ class Checkpointing:
             except CheckpointError as error:
                 if tag is not None:
                     raise
-                self._is_written = False
-                self._writer.start(place[2], partial(fail, error))
+                self._fail_to_write(place, error)
                 return b""
             return str(work.path.absolute()).encode()
 
-        saving.join()
         folder = self._world.broadcast_bytes(begin)
-        if folder:
-            part: OwnPart | None = None
-            try:
-                part = saving.prepare(Path(folder.decode()))
-            finally:
-                if part is None and work is not None:
-                    work.close()
-            if part is None:
-                return False
-            if tag is not None:
-                with raised_on_all(self._world, "trainer.save(tag=...)"):
-                    started_s = time.monotonic()
-                    if work is None:
-                        part.write()
-                    else:
-                        complete = completion(store, work, part, capture, gives_up=self.hosts.patience())
-                        with self.hosts.awaited():
-                            self._events.tell(complete(), time.monotonic() - started_s)
-                return True
-            if work is None:
-                saving.start(part)
-            else:
-                assert self._writer is not None
-                assert self._best is not None
-                then, gives_up = partial(self._best.writing, place[2]), self.hosts.patience()
-                write = completion(store, work, part, capture, then=then, gives_up=gives_up)
-                self._is_written = False
-                self._writer.start(place[2], write)
-        self._rule.begin(place)
-        return True
+        if not folder:
+            return None
+        bases: Mapping[str, BaseFile] | None = None
+        if tag is None and self._policy.incremental:
+            bases = {} if work is None else store.link_bases(work)
+        return _BegunParts(Path(folder.decode()), work, bases)
+
+    def _write_tagged(self, part: OwnPart | None, complete: Callable[[], CheckpointInfo] | None) -> None:
+        """Write this rank's part of a checkpoint with a tag, and wait on all ranks until it is on the disk."""
+        with raised_on_all(self._world, "trainer.save(tag=...)"):
+            started_s = time.monotonic()
+            if complete is not None:
+                with self.hosts.awaited():
+                    self._events.tell(complete(), time.monotonic() - started_s)
+            elif part is not None:
+                part.write()
+
+    def _fail_to_write(self, place: Place, error: CheckpointError) -> None:
+        """Note on rank 0 that a checkpoint cannot be written."""
+        if self._writer is not None:
+            self._is_written = False
+            self._writer.start(place[2], partial(fail, error))
 
     def save_tag(self, tag: str, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a checkpoint that is kept until the user deletes it, and wait on all ranks until it is on disk.

@@ -110,6 +110,9 @@ class Contents:
         CheckpointError: A tensor cannot be stored, or ranks do not have all of one.
     """
 
+    increments = None
+    """Files are written as a whole."""
+
     def __init__(self, rank: int, division: Division, subjects: Subjects, tables: Sequence[Table]) -> None:
         self._rank, self._division = rank, division
         names = parameter_names(subjects.modules)

@@ -2,14 +2,13 @@
 
 Each rank has tensors of full shape, of which it writes its own rows alone: what is never written takes no memory. So
 names, shapes and numbers of rows are those of one rank, and what a checkpoint holds does not depend on the division.
-Rank 0 saves tables from a file without a name, which gets the rows of all ranks. `row_division` divides tables. Start
-reading at `DividedTables.gather`.
+`row_division` divides tables, `table_parts` saves them, and `table_restoration` restores them. Start reading at
+`DividedTables.contents` and `DividedTables.digest`.
 """
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,47 +18,47 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.collectives.world import World, as_bytes
+from unisono.collectives.world import World
 from unisono.embedding.lazy_rows import ReadRows
 from unisono.embedding.row_optimizers import rule_named
 from unisono.embedding.table_optimizer import TableOptimizer
-from unisono.embedding.zero_memory import zero_memory
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.row_changes import RowChanges
 from unisono.engine.row_exchange import DividedTable, RowExchange
 from unisono.engine.row_transfer import RowedTensor, RowTransfer
-from unisono.errors import CheckpointError, UnisonoError
-from unisono.plan.alignment import align_up
-from unisono.shm.segment import Segment
-from unisono.shm.unnamed_file import reserve, unnamed_file
+from unisono.errors import UnisonoError
 from unisono.state.digest import digest, exact, same_memory
-from unisono.state.durable_files import make_folder
 from unisono.state.row_column import RowColumn
 from unisono.state.safetensors_format import tied_names
 from unisono.state.weight_files import write_rows
+from unisono.trainer.part_saving import PartPlace, PartSaving
 from unisono.trainer.rank_errors import raised_on_all
-from unisono.trainer.snapshot import model_tensors, optimizer_state
+from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
+from unisono.trainer.table_changes import SavedRows, spans_of
+from unisono.trainer.table_parts import TableContents
 
 __all__ = ["DividedTables"]
 
-_ALIGNMENT = 4096
 Where = tuple[str, str]
 """The group and the name of a tensor in a checkpoint."""
 
 
 class DividedTables:
-    """The divided tables of a run. It has the calls of `ShardGathering` that concern the state as a whole.
+    """The divided tables of a run; see `StageGathering`, whose calls that concern the state as a whole it has.
 
     Args:
         world: The ranks.
         modules: The models by the prefix of their names.
         optimizers: The optimizers by name.
         exchange: Their lookups.
-        directory: The directory of the run; None: there is none.
     """
 
-    stays_divided = False
-    """Whether no rank is expected to have memory for the whole; see `ShardGathering`."""
+    stays_divided = True
+    """No rank is expected to have memory for the whole."""
+    is_divided = True
+    """Each rank has its own rows."""
+    needs_others = True
+    """All ranks are needed to save."""
 
     def __init__(
         self,
@@ -67,23 +66,45 @@ class DividedTables:
         modules: Mapping[str, nn.Module],
         optimizers: Mapping[str, Optimizer],
         exchange: RowExchange,
-        directory: Path | None,
     ) -> None:
-        self._world, self._modules, self._optimizers, self._directory = world, modules, optimizers, directory
+        self._world, self._modules, self._optimizers = world, modules, optimizers
         self.exchange = exchange
         """Brings rows that others have."""
         self._where: list[Where] = []
         self._transfer = RowTransfer(world, self._listed())
-        self._of_table = self._tensors_by_table()
-        self._changes = [
-            RowChanges(min(self._transfer.tensors[number].chunk_length for number in numbers))
-            for numbers in self._of_table
+        self._changes: dict[tuple[str, int], RowChanges] = {}
+        """By group and table, which rows have changed."""
+        self._subjects: Subjects | None = None
+        self.saving = PartSaving(world, self, always=True)
+        """Lets each rank write a part of a checkpoint, or rank 0 all of it."""
+
+    def begin(self, subjects: Subjects) -> None:
+        """Note the objects of the run. The next calls save or restore."""
+        self._subjects = subjects
+
+    def describe(self) -> None:
+        """Do nothing: ranks tell each other what they have in `contents`."""
+
+    def contents(self, tables: Sequence[None], place: PartPlace) -> TableContents:
+        """Return what is written to a checkpoint. Every rank must call it. For errors see `TableContents`."""
+        assert self._subjects is not None
+        return TableContents(self._world, self._subjects, self._transfer, self._saved(), place)
+
+    def _saved(self) -> list[SavedRows]:
+        """Return what is divided of the present state, by group and table."""
+        numbers: dict[tuple[str, int], dict[str, int]] = {}
+        tables = {id(table.rows): place for place, table in enumerate(self.exchange.tables)}
+        for number, (group, name) in enumerate(self._where):
+            if self._exists(number):
+                key = (group, tables[id(self._transfer.tensors[number].table.rows)])
+                numbers.setdefault(key, {})[name] = number
+        for key, of_table in numbers.items():
+            length = min(self._transfer.tensors[number].chunk_length for number in of_table.values())
+            self._changes.setdefault(key, RowChanges(length))
+        return [
+            SavedRows(self.exchange.tables[key[1]], key[0], of_table, self._changes[key])
+            for key, of_table in numbers.items()
         ]
-        self._segment: Segment | None = None
-        self._whole: list[Tensor] = []
-        """On rank 0, each tensor with the rows of all ranks, in a file."""
-        self._gathered_at = -1
-        """The number of steps that had begun when the rows came together."""
 
     def _listed(self) -> list[RowedTensor]:
         names, single = parameter_names(self._modules), [*self._optimizers] == [""]
@@ -119,14 +140,6 @@ class DividedTables:
                         add(table, "state", ("optimizer", f"{where}.{of_state}"), form, get)
         return listed
 
-    def _tensors_by_table(self) -> list[list[int]]:
-        """Return the numbers of the tensors of each table."""
-        places = {id(table.rows): place for place, table in enumerate(self.exchange.tables)}
-        of_table: list[list[int]] = [[] for _ in places]
-        for number, each in enumerate(self._transfer.tensors):
-            of_table[places[id(each.table.rows)]].append(number)
-        return of_table
-
     @property
     def names(self) -> set[str]:
         """The names of the divided tensors of models."""
@@ -134,132 +147,34 @@ class DividedTables:
 
     @property
     def is_whole(self) -> bool:
-        """True if the rows of all ranks are in the file of rank 0."""
-        return self._gathered_at == self.exchange.steps
-
-    @property
-    def needs_others(self) -> bool:
-        """True if `gather` needs all ranks, since there is something to gather."""
-        return not self.is_whole
+        """True on ranks that are not to save the state on their own."""
+        return self._world.rank > 0
 
     def check_whole(self, call: str) -> None:
         """Refuse a call that needs all rows on one rank."""
         raise UnisonoError(f"{call} is not possible with tables that are divided over ranks")
 
-    def gather(self, *, everywhere: bool) -> None:
-        """Bring all rows into a file of the run's directory, on rank 0. Every rank must call it; no directory, no file.
+    def divide_again(self) -> None:
+        """Do nothing; see `ShardGathering`."""
 
-        Memory: a chunk of 4 MB. Disk: that of the tables. Traffic: the rows that have changed since the last time, or
-        all that have been written if this is the first time, or weights have been loaded.
+    def gather(self, *, everywhere: bool) -> None:
+        """Do nothing: what needs all rows reads them in chunks.
 
         Args:
             everywhere: Makes no difference.
-
-        Raises:
-            CheckpointError: On all ranks, if the disk has no room.
         """
-        if self._directory is None or self.is_whole:
-            return
-        with raised_on_all(self._world, "gathering the rows of tables"):
-            found = self._find_changes()
-            # The state of an optimizer is made in the first step.
-            tensors = [number for number in range(len(self._where)) if self._exists(number)]
-            own = [len(tensors), *(-1 if rows is None else len(rows) for rows in found)]
-            of_ranks = [[int(number) for number in each] for each in self._world.gather_numbers(own)]
-            changed = [rows for rows in found if rows is not None]
-            if any(each[0] != len(tensors) or -1 in each for each in of_ranks):
-                self._gather_all()
-            else:
-                for table, (numbers, rows) in enumerate(zip(self._of_table, changed, strict=True), 1):
-                    for number in numbers:
-                        if number in tensors:
-                            into = self._whole[number] if self._whole else None
-                            self._transfer.bring(number, rows, [each[table] for each in of_ranks], into)
-        self._note_gathered()
 
-    def _find_changes(self) -> list[Tensor | None]:
-        """Return the rows of each table that have changed on this rank since rank 0 got them; None: not known."""
-        tensors = self._transfer.tensors
-        return [
-            changes.find(
-                len(table.weight),
-                partial(self._transfer.present, table),
-                [tensors[n].tensor() for n in numbers if self._exists(n)],
-            )
-            for table, changes, numbers in zip(self.exchange.tables, self._changes, self._of_table, strict=True)
-        ]
+    def divided(self, group: str) -> dict[str, int]:
+        """Return the numbers of the divided tensors of a group of a checkpoint, by name."""
+        return {name: number for number, (of, name) in enumerate(self._where) if of == group}
 
-    def _gather_all(self) -> None:
-        """Bring all rows that are present to rank 0, and zeros in the place of others."""
-        with self._serving():
-            if self._world.rank == 0:
-                for number, whole in enumerate(self._whole):
-                    if self._exists(number):
-                        start = 0
-                        for chunk in self._transfer.column(number).chunks():
-                            place = whole[start : start + len(chunk)]
-                            if as_bytes(chunk).any() or as_bytes(place).any():
-                                place.copy_(chunk)
-                            start += len(chunk)
+    def form(self, number: int) -> Tensor:
+        """Return a tensor of the type and shape of a divided one, on the meta device."""
+        return self._transfer.tensors[number].form
 
-    def _note_gathered(self) -> None:
-        """Note that the file of rank 0 has the rows as they were at the last look for changes."""
-        for changes in self._changes:
-            changes.keep()
-        self._gathered_at = self.exchange.steps
-        self._release_pages()
-
-    def places(self) -> dict[Where, Tensor]:
-        """Return the memory that a checkpoint is read into: on rank 0 a file, on others that of their rows.
-
-        Every rank must call it.
-
-        Raises:
-            CheckpointError: On all ranks, if the disk has no room for that file.
-        """
-        if self._directory is None:
-            return {}
-        with raised_on_all(self._world, "the directory of a run with divided tables"):
-            if self._world.rank == 0:
-                self._allocate(self._directory)
-        if self._world.rank == 0:
-            return dict(zip(self._where, self._whole, strict=True))
-        return {where: self._place(number) for number, where in enumerate(self._where)}
-
-    def _place(self, number: int) -> Tensor:
-        """Return memory for this rank's rows of a tensor from a checkpoint."""
-        group, _ = self._where[number]
-        form = self._transfer.tensors[number].form
-        if group == "model":
-            return self._transfer.tensors[number].tensor()
-        return zero_memory(form.shape, form.dtype, small_pages=True)
-
-    def spread(self, groups: Mapping[str, dict[str, Tensor]]) -> None:
-        """Let each rank have its rows of what rank 0 has read, and put them into groups. Every rank must call it.
-
-        Args:
-            groups: The tensors of the checkpoint, with those that `places` has returned.
-        """
-        for number, (group, name) in enumerate(self._where):
-            if name not in groups.get(group, {}):
-                continue
-            if self._world.rank == 0:
-                groups[group][name] = self._place(number)
-            read = partial(_rows_of, self._whole[number]) if self._world.rank == 0 else None
-            self._transfer.spread(number, groups[group][name], read)
-        self._gathered_at = self.exchange.steps
-        self._release_pages()
-
-    def note_restored(self) -> None:
-        """Note that the state of this rank is that of the checkpoint that rank 0 has read into its file."""
-        self._find_changes()
-        self._note_gathered()
-
-    def put_whole(self, groups: Mapping[str, dict[str, Tensor]]) -> None:
-        """Put the tensors with all rows into the groups of a checkpoint, on rank 0."""
-        stand_ins = self._stand_ins(lambda number: self._whole[number])
-        for group in groups.values():
-            group |= {name: stand_ins[key] for name, t in group.items() if (key := same_memory(t)) in stand_ins}
+    def distribute(self, number: int, into: Tensor, spans: Sequence[range], read: Callable[[int, int], Tensor]) -> None:
+        """Let each rank have its rows of a divided tensor; see `RowTransfer.distribute`."""
+        self._transfer.distribute(number, into, spans, read)
 
     def digest(self) -> str:
         """Return the digest of the whole state; see `Trainer.digest`. Every rank must call it. Memory: a chunk."""
@@ -287,26 +202,17 @@ class DividedTables:
                 }
                 write_rows(path, columns, tied_names(tensors))
 
-    def into(self) -> dict[Where, Tensor] | None:
-        """Return memory in a file for tensors of a checkpoint that rank 0 reads as a whole; None if there is none.
-
-        Every rank must call it: the file then has not what came together there.
-        """
-        self._gathered_at = -1
-        for changes in self._changes:
-            changes.forget()
-        return dict(zip(self._where, self._whole, strict=True)) if self._whole else None
-
     def load(self, name: str, read: Callable[[int, int], Tensor] | None) -> None:
         """Replace the rows of a divided tensor of a model, of all ranks. Every rank must call it.
 
         Args:
             name: The name of the tensor.
-            read: See `RowTransfer.spread`.
+            read: Returns rows start <= row < stop, contiguous, on rank 0; None on the others.
         """
-        self._gathered_at = -1
         number = self._where.index(("model", name))
-        self._transfer.spread(number, self._place(number), read)
+        rowed = self._transfer.tensors[number]
+        spans = spans_of(len(rowed.form), [0], self._world.size)
+        self._transfer.distribute(number, rowed.tensor(), spans, read or _unread)
 
     def _collect(self, number: int, write: Callable[[ReadRows], None]) -> None:
         """Let rank 0 write the rows of a table; see `LazyRows.collect`. The next tensor is `written`."""
@@ -335,35 +241,9 @@ class DividedTables:
         tensors = self._transfer.tensors
         return {same_memory(tensors[n].tensor()): make(n) for n in range(len(tensors)) if self._exists(n)}
 
-    def _allocate(self, folder: Path) -> None:
-        """Make memory of zeros in a file for all tensors."""
-        forms = [each.form for each in self._transfer.tensors]
-        sizes = [align_up(form.numel() * form.element_size(), _ALIGNMENT) for form in forms]
-        try:
-            make_folder(folder)
-            segment = unnamed_file(folder, sum(sizes))
-            try:
-                reserve(segment)
-            finally:
-                segment.close_descriptor()
-        except OSError as error:
-            raise CheckpointError(
-                f"the rows of divided tables, {sum(sizes):,} bytes with the state of their optimizer, cannot come "
-                f"together in {folder}: {error}. A checkpoint needs room for them twice: free space, or choose another "
-                "directory."
-            ) from error
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        self._whole = [segment.tensor(start, form.shape, form.dtype) for start, form in zip(starts, forms, strict=True)]
-        self._segment = segment
 
-    def _release_pages(self) -> None:
-        """Leave the file to the kernel: its pages need not stay in this process."""
-        if self._segment is not None:
-            self._segment.memory.madvise(mmap.MADV_DONTNEED)
-
-
-def _rows_of(tensor: Tensor, start: int, stop: int) -> Tensor:
-    return tensor[start:stop]
+def _unread(start: int, stop: int) -> Tensor:
+    raise AssertionError(f"rank 0 reads rows {start} to {stop}")
 
 
 def _only(tensor: Tensor) -> Iterator[Tensor]:

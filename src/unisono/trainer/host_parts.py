@@ -237,9 +237,8 @@ class HostParts:
         return completion(
             self._checkpoints,
             work,
-            OwnPart(writer, plans, ranges, {}),
+            OwnPart(writer, plans, ranges, {}, self._ranks),
             lambda _: (groups, document),
-            ranks=self._ranks,
             gives_up=self.patience(),
         )
 

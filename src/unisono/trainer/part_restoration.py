@@ -18,7 +18,7 @@ from unisono.engine.model_contents import parameter_names
 from unisono.engine.norm import in_memory_order
 from unisono.engine.sharded import Division
 from unisono.state.open_checkpoint import OpenCheckpoint
-from unisono.state.tensor_file import TensorFile, TensorRange
+from unisono.state.tensor_file import TensorRange, TensorSource
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.restoration import Comparison
 from unisono.trainer.snapshot import Subjects
@@ -64,7 +64,7 @@ def restore_parts(
 
 
 def _read_weights(
-    file: TensorFile, tensors: Mapping[str, Tensor], division: Division, names: Mapping[int, str]
+    file: TensorSource, tensors: Mapping[str, Tensor], division: Division, names: Mapping[int, str]
 ) -> None:
     """Read the weights that this rank keeps, and all buffers."""
     ranges: list[TensorRange] = []
@@ -90,7 +90,7 @@ def _read_weights(
 
 
 def _read_optimizer(
-    file: TensorFile, state: Mapping[str, Mapping[str, Any]], division: Division, optimizer: Optimizer
+    file: TensorSource, state: Mapping[str, Mapping[str, Any]], division: Division, optimizer: Optimizer
 ) -> None:
     """Read the state of this rank's pieces."""
     names = {id(form): name for name, form in file.forms.items()}

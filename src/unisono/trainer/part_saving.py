@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -21,16 +21,29 @@ from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
-from unisono.state.codec import to_json
+from unisono.state.codec import Json, to_json
 from unisono.state.digest import copy_each
+from unisono.state.increments import BaseFile
 from unisono.state.manifest import SUFFIX
 from unisono.state.part_plan import Claim, PartPlan
-from unisono.state.part_writing import FileRange, PartWriter, is_begun_by
+from unisono.state.part_writing import FileRange, PartsError, PartWriter, is_begun_by
 
-__all__ = ["OptimizerStates", "OwnPart", "PartContents", "PartSaving", "completion", "fail"]
+__all__ = ["OptimizerStates", "OwnPart", "PartContents", "PartPlace", "PartSaving", "completion", "fail"]
 
 OptimizerStates = Mapping[str, dict[str, dict[str, Any]]]
 """The state of optimizers by the name of the optimizer, that of the parameter and key."""
+
+
+class PartPlace(NamedTuple):
+    """A checkpoint that ranks write."""
+
+    folder: Path
+    """The folder in which they write."""
+    ranks: Sequence[int]
+    """Those that write."""
+    bases: Mapping[str, BaseFile] | None
+    """On rank 0, by group, files that are in the folder, of which changed rows may be stored. None on all ranks: none
+    are stored."""
 
 
 class PartContents(Protocol):
@@ -40,6 +53,11 @@ class PartContents(Protocol):
     """By group, who writes what."""
     values: dict[str, dict[Claim, Tensor]]
     """By group, copies of what this rank writes."""
+
+    @property
+    def increments(self) -> Mapping[str, dict[str, Json]] | None:
+        """See `CheckpointStore.write_parts`."""
+        ...
 
     @property
     def optimizers(self) -> OptimizerStates:
@@ -54,8 +72,12 @@ class _Divided(Protocol):
         """Return what this rank has, without values, for the others."""
         ...
 
-    def contents(self, tables: list[Any]) -> PartContents:
-        """Return what is written, from what each rank has described. Every rank must call it."""
+    def contents(self, tables: list[Any], place: PartPlace) -> PartContents:
+        """Return what is written, from what each rank has described. Every rank must call it.
+
+        Raises:
+            PartsError: On all ranks, if that cannot be brought to those that write.
+        """
         ...
 
 
@@ -68,6 +90,10 @@ class OwnPart(NamedTuple):
     ranges: list[FileRange]
     optimizers: OptimizerStates
     """See `PartContents.optimizers`."""
+    ranks: Sequence[int] | None = None
+    """Those that write. None: all."""
+    increments: Mapping[str, dict[str, Json]] | None = None
+    """See `PartContents.increments`."""
 
     def write(self) -> None:
         """Write it, and leave a report for rank 0."""
@@ -80,40 +106,44 @@ class PartSaving:
     Args:
         world: The ranks.
         divided: Has this rank's part of the run.
+        always: True if rank 0 writes alone what the others bring to it, where ranks do not share the folder.
     """
 
-    def __init__(self, world: World, divided: _Divided) -> None:
-        self._world, self._divided = world, divided
+    def __init__(self, world: World, divided: _Divided, *, always: bool = False) -> None:
+        self._world, self._divided, self._always = world, divided, always
         self._thread: threading.Thread | None = None
 
-    def prepare(self, folder: Path) -> OwnPart | None:
-        """Copy this rank's part of the present state; None on all ranks if not all of them can write to the folder.
+    def prepare(self, folder: Path, bases: Mapping[str, BaseFile] | None = None) -> OwnPart | None:
+        """Copy this rank's part of the present state; None if it writes nothing, since not all ranks can.
 
         Every rank must call it, while the run is divided. Memory: the part. Traffic: descriptions of the tensors.
 
         Args:
             folder: The folder of the checkpoint, which rank 0 has begun.
+            bases: See `PartPlace`.
 
         Raises:
             CheckpointError: A tensor cannot be stored.
+            PartsError: On all ranks, see `contents`.
         """
-        world, writer = self._world, None
-        with suppress(OSError):  # this rank has no such folder, or no right to write there: then rank 0 writes alone
-            writer = PartWriter(folder, world.rank)
-        try:
-            own = (writer is not None, self._divided.describe())
-            everyone = world.gather(own, "a checkpoint in parts")
+        world = self._world
+        with ExitStack() as undone:
+            writer: PartWriter | None = None
+            with suppress(OSError):  # this rank has no such folder, or no right to write there
+                writer = PartWriter(folder, world.rank)
+                undone.callback(writer.close)
+            everyone = world.gather((writer is not None, self._divided.describe()), "a checkpoint in parts")
             # A folder of the same name on another host would do, but for the files that rank 0 must find there.
             is_shared = world.broadcast_bytes(lambda: b"1" if is_begun_by(folder, world.size) else b"0") == b"1"
-            if writer is None or not is_shared:
-                if writer is not None:
-                    writer.close()
+            if not is_shared and not self._always:
                 return None
-            contents = self._divided.contents([table for _, table in everyone])
-        except BaseException:
-            if writer is not None:
-                writer.close()
-            raise
+            if not everyone[0][0]:
+                raise PartsError(f"rank 0 cannot write to {folder}, which it has made")
+            ranks = [*range(world.size)] if is_shared else [0]
+            contents = self._divided.contents([table for _, table in everyone], PartPlace(folder, ranks, bases))
+            if writer is None or world.rank not in ranks:
+                return None
+            undone.pop_all()
         ranges: list[FileRange] = []
         for group, plan in contents.plans.items():
             values = contents.values[group]
@@ -121,7 +151,12 @@ class PartSaving:
                 ranges.append(FileRange(group + SUFFIX, 0, plan.layout.header))
             starts = plan.starts[world.rank]
             ranges += [FileRange(group + SUFFIX, at, values[claim]) for claim, at in starts.items()]
-        return OwnPart(writer, contents.plans, ranges, contents.optimizers)
+        return OwnPart(writer, contents.plans, ranges, contents.optimizers, ranks, contents.increments)
+
+    @property
+    def always(self) -> bool:
+        """True if ranks can always save so."""
+        return self._always
 
     def start(self, part: OwnPart) -> None:
         """Write a part in the background. The program's end waits for it."""
@@ -143,7 +178,6 @@ def completion(
     capture: Callable[[OptimizerStates], tuple[dict[str, dict[str, Tensor]], dict[str, Any]]],
     *,
     then: Callable[[], None] = lambda: None,
-    ranks: Sequence[int] | None = None,
     gives_up: Callable[[bool], str] = lambda _is_begun: "",
 ) -> Callable[[], CheckpointInfo]:
     """Return the function that writes the part of rank 0, waits for the others and completes the checkpoint.
@@ -154,8 +188,7 @@ def completion(
         part: What rank 0 writes.
         capture: Returns the state of the run, given that of the optimizers. What is in no part is copied.
         then: Called before this returns.
-        ranks: See `CheckpointStore.write_parts`.
-        gives_up: See there.
+        gives_up: See `CheckpointStore.write_parts`.
     """
     try:
         groups, document = capture(part.optimizers)
@@ -174,8 +207,9 @@ def completion(
         plans=part.plans,
         groups=own,
         document=plain,
-        ranks=ranks,
+        ranks=part.ranks,
         gives_up=gives_up,
+        increments=part.increments,
     )
 
 

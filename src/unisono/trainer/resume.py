@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.world import World
-from unisono.errors import CheckpointError
+from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.job.ranks import local_world_size
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.durable_files import make_folder
@@ -26,7 +26,7 @@ from unisono.state.lock import DirectoryLock
 from unisono.state.open_checkpoint import OpenCheckpoint
 from unisono.state.part_plan import even_claims
 from unisono.state.tensor_file import TensorRange
-from unisono.state.tensor_groups import TensorGroups, broadcast_groups, exchange_parts
+from unisono.state.tensor_groups import TensorGroups, broadcast_groups, exchange_parts, forms_of, table_of
 
 __all__ = ["Resume", "ResumedRun", "find"]
 
@@ -42,7 +42,11 @@ class ResumedRun(NamedTuple):
     document: dict[str, Any]
     warnings: list[str]
     checkpoint: OpenCheckpoint | None = None
-    """The checkpoint, checked, of which each rank reads its part; None: `groups` has all tensors."""
+    """The checkpoint, checked, of which each rank reads its part; None: `groups` has all tensors, or others read."""
+    readers: Sequence[int] = ()
+    """The ranks that read a checkpoint of which others may get a part."""
+    forms: Mapping[str, Mapping[str, Tensor]] = {}
+    """What that has by group and name, without values."""
 
 
 def find(
@@ -53,6 +57,7 @@ def find(
     resume: Resume,
     *,
     in_parts: bool = False,
+    by_main: bool = False,
     owner: Callable[[str, str], int | None] | None = None,
     apart: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> ResumedRun:
@@ -67,6 +72,7 @@ def find(
         lock: Its lock.
         resume: See `Trainer`.
         in_parts: Let ranks read what they need later, if they can: the run is divided.
+        by_main: With in_parts: if they cannot, let rank 0 read that.
         owner: Returns the rank that alone needs a tensor, by group and name; None if all do. Others may get it, too.
         apart: By group and name, memory that all ranks share: rank 0 reads these tensors into it.
 
@@ -108,6 +114,8 @@ def find(
             if world.rank == 0:
                 lock.release()
             raise _all_damaged(directory, damaged)
+        if by_main:
+            return _opened_by_main(world, directory, lock, begin)
 
     def read() -> tuple[dict[str, Any], TensorGroups]:
         """Read the checkpoint on rank 0, and return a description of its content or of the error, and its tensors."""
@@ -185,6 +193,42 @@ def _read(
     return {"source": str(loaded.info.path), "document": loaded.document, "warnings": warnings}, loaded.groups
 
 
+def _opened_by_main(world: World, directory: Path, lock: DirectoryLock, begin: Callable[[], _Begun]) -> ResumedRun:
+    """Let rank 0 check and open the newest good checkpoint, and tell all ranks what it has."""
+    checkpoint: OpenCheckpoint | None = None
+
+    def describe() -> bytes:
+        nonlocal checkpoint
+        damaged: list[str] = []
+        try:
+            begun = begin()
+            for info in begun.checkpoints:
+                try:
+                    checkpoint = OpenCheckpoint(info.path)
+                    checkpoint.verify()
+                    forms = {group: table_of(checkpoint.group(group).forms) for group in checkpoint.groups}
+                    head = {"source": str(info.path), "document": checkpoint.document(), "forms": forms}
+                    break
+                except CorruptCheckpointError as error:
+                    damaged.append(str(error))
+            else:
+                if damaged:
+                    raise _all_damaged(directory, damaged)
+                head = {"source": None, "document": {}, "forms": {}}
+        except CheckpointError as error:
+            lock.release()
+            return json.dumps({"error": str(error)}).encode()
+        step = checkpoint.step if checkpoint is not None else 0
+        warnings = begun.warnings + [f"{error} Resuming from step {step} instead." for error in damaged]
+        return json.dumps({**head, "warnings": warnings}).encode()
+
+    head = json.loads(world.broadcast_bytes(describe))
+    if "error" in head:
+        raise CheckpointError(head["error"])
+    forms = {group: forms_of(table) for group, table in head["forms"].items()}
+    return ResumedRun(head["source"], {}, head["document"], head["warnings"], checkpoint, [0], forms)
+
+
 def _all_damaged(directory: Path, damaged: Sequence[str]) -> CheckpointError:
     return CheckpointError(
         f"all {len(damaged)} checkpoints in {directory} are damaged; the newest: {damaged[0]} Remove them to "
@@ -208,16 +252,16 @@ class _Checked:
     """A checkpoint of which this rank has checked a part of the bytes; see `_Opened`."""
 
     def __init__(self, world: World, checkpoint: OpenCheckpoint) -> None:
-        self._checkpoint, self.step = checkpoint, checkpoint.step
+        self._checkpoint, self.step, self._readers = checkpoint, checkpoint.step, range(world.size)
         self._document = checkpoint.document()
         checkpoint.verify(part=world.rank, parts=world.size)
-        for group in checkpoint.groups:
-            checkpoint.group(group)
+        self._forms = {group: checkpoint.group(group).forms for group in checkpoint.groups}
 
     def resumed(self, warnings: list[str]) -> ResumedRun:
         """Return the run, of which each rank reads what it needs later."""
         assert isinstance(self._document, dict)
-        return ResumedRun(str(self._checkpoint.path), {}, self._document, warnings, self._checkpoint)
+        source = str(self._checkpoint.path)
+        return ResumedRun(source, {}, self._document, warnings, self._checkpoint, self._readers, self._forms)
 
 
 class _Shares:
@@ -293,7 +337,7 @@ def _open_everywhere(
         if error:
             damaged.append(error)
             continue
-        if checkpoint is None or checkpoint.has_increments or any(other != digest for _, other in everyone):
+        if checkpoint is None or any(other != digest for _, other in everyone):
             return None, []
         opened: _Opened | None = None
         try:

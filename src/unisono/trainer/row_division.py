@@ -72,7 +72,7 @@ def divide_tables(
             )
     _check_equal(world, found)
     tables = [_divided(world, module, optimizers) for module in found]
-    return DividedTables(world, modules, optimizers, RowExchange(world, tables), settings.directory)
+    return DividedTables(world, modules, optimizers, RowExchange(world, tables))
 
 
 def _check_equal(world: World, modules: list[RowTable | BagTable]) -> None:

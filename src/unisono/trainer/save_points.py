@@ -14,7 +14,6 @@ from functools import partial
 from unisono.engine.step_fingerprint import intent_of_call
 from unisono.trainer.asked_state import AskedState
 from unisono.trainer.assembly import Gathering, TrainerParts
-from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.save_rule import Place
@@ -281,7 +280,7 @@ class SavePoints:
     def _save_last_parts(self) -> None:
         """Let each rank write its part of the end of a run, if that is not on the disk, before parts come together."""
         gathering = self._gathering
-        if not self._keeps or gathering is None or isinstance(gathering, DividedTables):
+        if not self._keeps or gathering is None:
             return
         if gathering.stays_divided:
             gathering.divide_again()
@@ -298,7 +297,7 @@ class SavePoints:
     def _save_parts(self, tag: str | None = None) -> bool:
         """Let each rank write its part, if the run is divided and they can; otherwise return False on all ranks."""
         gathering = self._gathering
-        if gathering is None or isinstance(gathering, DividedTables) or not gathering.is_divided:
+        if gathering is None or not gathering.is_divided:
             return False
         return self._keeper.save_parts(
             self._cursor.place, lambda optimizers: self._asked.capture(None, optimizers), gathering.saving, tag=tag

@@ -9,7 +9,7 @@ from unisono.engine.sharded import Division
 from unisono.errors import UnisonoError
 from unisono.parallel.sharding.gathering import gather_state
 from unisono.trainer.divided_parts import Contents, Table, own_table
-from unisono.trainer.part_saving import PartSaving
+from unisono.trainer.part_saving import PartPlace, PartSaving
 from unisono.trainer.snapshot import Subjects
 
 __all__ = ["ShardGathering"]
@@ -33,7 +33,7 @@ class ShardGathering:
         """Return what this rank has of the optimizers' state."""
         return own_table(self._division, self._subjects.optimizers)
 
-    def contents(self, tables: Sequence[Table]) -> Contents:
+    def contents(self, tables: Sequence[Table], place: PartPlace) -> Contents:
         """Return what is written to a checkpoint. Every rank must call it. Memory and traffic: see `Contents`."""
         return Contents(self._world.rank, self._division, self._subjects, tables)
 

@@ -18,7 +18,7 @@ from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.gathering import gather_state
 from unisono.state.codec import decode, encode
 from unisono.state.tensor_groups import TensorGroups, broadcast_groups
-from unisono.trainer.part_saving import PartSaving
+from unisono.trainer.part_saving import PartPlace, PartSaving
 from unisono.trainer.restoration import put_optimizer_state
 from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
 from unisono.trainer.stage_commits import StageCommits
@@ -63,7 +63,7 @@ class StageGathering:
         assert known is not None
         return own_stage_table(self._subjects, partial(self._is_own, known))
 
-    def contents(self, tables: Sequence[StageTable]) -> StageContents:
+    def contents(self, tables: Sequence[StageTable], place: PartPlace) -> StageContents:
         """Return what is written to a checkpoint. Every rank must call it.
 
         Traffic: buffers that are in no state_dict, from the stages that have them to rank 0.
@@ -72,8 +72,8 @@ class StageGathering:
         if self._world.rank < ranks.size:  # in the first replica
             own = {name: each.cpu() for name, each in self._buffers.own_state_dict().items()}
         transient = self._world.gather_to_main(own, "Trainer gathering buffers") or []
-        for place, values in enumerate(transient):
-            if place != ranks.place:
+        for number, values in enumerate(transient):
+            if number != ranks.place:
                 self._buffers.take(values)
         return StageContents(ranks, self._world.rank, self._subjects, tables)
 

@@ -68,6 +68,9 @@ class StageContents:
         CheckpointError: A tensor cannot be stored, or ranks do not have all of one.
     """
 
+    increments = None
+    """Files are written as a whole."""
+
     def __init__(self, ranks: StageRanks, rank: int, subjects: Subjects, tables: Sequence[StageTable]) -> None:
         self._ranks, self._rank, self._tables = ranks, rank, tables
         self.values: dict[str, dict[Claim, Tensor]] = {}

@@ -133,17 +133,16 @@ class Storage:
 
         gathering, is_divided = parts.gathering, False
         tables = gathering if isinstance(gathering, DividedTables) else None
-        into = None if tables is None else tables.into()
 
         def read() -> Source | None:
             parts.keeper.settle()
             if path != _BEST:
-                return read_source(where, ema=ema, key=key, one_by_one=is_divided, into=into)
+                return read_source(where, ema=ema, key=key, one_by_one=is_divided)
             if parts.keeper.best is None:
                 raise CheckpointError('load("best") needs a run with a directory and Checkpoints(best=...)')
             if parts.keeper.best.needs_checkpoint(parts.cursor.total_steps) and not ema:
                 return None  # the present weights are the best ones, and will be saved
-            return read_source(parts.keeper.best.path(), ema=ema, key=key, one_by_one=is_divided, into=into)
+            return read_source(parts.keeper.best.path(), ema=ema, key=key, one_by_one=is_divided)
 
         def load() -> LoadedWeights:
             nonlocal is_divided

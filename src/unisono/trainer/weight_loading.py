@@ -21,10 +21,10 @@ from unisono.engine import WeightWrites
 from unisono.engine.model_contents import plain_name
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
-from unisono.state.codec import decode_dtype
 from unisono.state.digest import same_memory
 from unisono.state.manifest import MANIFEST
-from unisono.state.tensor_file import TensorFile, TensorRange
+from unisono.state.tensor_file import TensorRange, TensorSource
+from unisono.state.tensor_groups import forms_of, table_of
 from unisono.state.weight_files import open_weights, read_weights
 from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.rank_errors import raised_on_all
@@ -69,7 +69,7 @@ class Weights:
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], file: TensorFile | None = None, names: Mapping[str, str] | None = None
+        self, tensors: Mapping[str, Tensor], file: TensorSource | None = None, names: Mapping[str, str] | None = None
     ) -> None:
         self.forms = tensors
         """Tensors of which dtypes and shapes count."""
@@ -95,7 +95,6 @@ def read_source(
     ema: bool,
     key: str | None,
     one_by_one: bool = False,
-    into: Mapping[tuple[str, str], Tensor] | None = None,
 ) -> Source:
     """Read the weights in a file, a checkpoint, or the newest good checkpoint of a run's directory.
 
@@ -104,8 +103,7 @@ def read_source(
         ema: Read averaged weights as the weights.
         key: See `read_weights`.
         one_by_one: Only check the content, and read each tensor when it is asked for. A file of torch.save is read as a
-            whole, and so is a checkpoint with changed rows.
-        into: Memory for tensors of such a checkpoint; see `CheckpointStore.load`.
+            whole.
 
     Raises:
         CheckpointError: There is nothing to read, it is damaged, or it has no averaged weights.
@@ -119,7 +117,7 @@ def read_source(
         )
     if key is not None:
         raise CheckpointError(f"key={key!r} is for files of torch.save, and {path} is a folder: leave key out")
-    where, groups, warnings = _read_checkpoint(path, ["model", "ema"], one_by_one=one_by_one, into=into)
+    where, groups, warnings = _read_checkpoint(path, ["model", "ema"], one_by_one=one_by_one)
     if "model" not in groups:
         raise CheckpointError(f"{where} holds no weights of models; it has {listed(groups)}")
     if ema and "ema" not in groups:
@@ -129,7 +127,7 @@ def read_source(
 
 
 def _read_checkpoint(
-    path: Path, groups: Sequence[str], *, one_by_one: bool, into: Mapping[tuple[str, str], Tensor] | None
+    path: Path, groups: Sequence[str], *, one_by_one: bool
 ) -> tuple[str, dict[str, Weights], list[str]]:
     resolved = path.resolve()  # a link, such as that to the best one
     is_one = (resolved / MANIFEST).exists()
@@ -139,7 +137,7 @@ def _read_checkpoint(
     damaged: list[str] = []
     for info in listed:
         try:
-            found = _read_groups(store, info, groups, one_by_one=one_by_one, into=into)
+            found = _read_groups(store, info, groups, one_by_one=one_by_one)
         except CorruptCheckpointError as error:
             if is_one:
                 raise
@@ -155,21 +153,16 @@ def _read_checkpoint(
 
 
 def _read_groups(
-    store: CheckpointStore,
-    info: CheckpointInfo,
-    groups: Sequence[str],
-    *,
-    one_by_one: bool,
-    into: Mapping[tuple[str, str], Tensor] | None,
+    store: CheckpointStore, info: CheckpointInfo, groups: Sequence[str], *, one_by_one: bool
 ) -> dict[str, Weights]:
-    checkpoint = store.open(info) if one_by_one else None
-    if checkpoint is None or checkpoint.has_increments:
-        return {name: Weights(tensors) for name, tensors in store.load(info, groups=groups, into=into).groups.items()}
+    if not one_by_one:
+        return {name: Weights(tensors) for name, tensors in store.load(info, groups=groups).groups.items()}
+    checkpoint = store.open(info)
     checkpoint.verify()
     return {name: _of_file(checkpoint.group(name), named=False) for name in groups if name in checkpoint.groups}
 
 
-def _of_file(file: TensorFile, *, named: bool = True) -> Weights:
+def _of_file(file: TensorSource, *, named: bool = True) -> Weights:
     names = _plain_names(file.forms) if named else {name: name for name in file.forms}
     return Weights({plain: file.forms[name] for name, plain in names.items()}, file, {p: n for n, p in names.items()})
 
@@ -272,7 +265,7 @@ def load_weights(
             return json.dumps({"error": told}).encode()
         if source is None:
             return json.dumps({"present": True}).encode()
-        tables = {name: _table(each.forms) for name, each in (("model", source.weights), ("ema", source.averages))}
+        tables = {name: table_of(each.forms) for name, each in (("model", source.weights), ("ema", source.averages))}
         return json.dumps({"path": source.path, "warnings": source.warnings, **tables}).encode()
 
     head: dict[str, Any] = json.loads(world.broadcast_bytes(describe))
@@ -282,7 +275,7 @@ def load_weights(
         raise CheckpointError(head["error"])
     if "present" in head:
         return None
-    weights, averages = _described(head["model"]), _described(head["ema"])
+    weights, averages = forms_of(head["model"]), forms_of(head["ema"])
     own, of_averages = model_tensors(subjects.modules), model_tensors(subjects.averages)
     empty = empty_buffers(subjects.modules)
     # A buffer that is None takes whatever the file has for it.
@@ -319,15 +312,6 @@ def _received(world: World, like: Tensor, value: Tensor | None) -> Tensor:
     plain = torch.empty(like.shape, dtype=like.dtype) if value is None else value.contiguous()
     world.broadcast_tensor(plain)
     return plain
-
-
-def _table(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
-    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
-
-
-def _described(table: list[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
-    """Return tensors without values of these names, dtypes and shapes."""
-    return {name: torch.empty(shape, dtype=decode_dtype(kind), device="meta") for name, kind, shape in table}
 
 
 def _form(tensor: Tensor) -> str:

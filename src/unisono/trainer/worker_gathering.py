@@ -18,7 +18,7 @@ from unisono.state.digest import copied_range
 from unisono.state.part_plan import Claim, PartPlan, TensorForm, even_plan, form_of, plan_parts
 from unisono.state.safetensors_format import lay_out, tied_names
 from unisono.trainer.modules import name_of_parameter
-from unisono.trainer.part_saving import OptimizerStates, PartSaving
+from unisono.trainer.part_saving import OptimizerStates, PartPlace, PartSaving
 from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
 
 __all__ = ["SYNC_GROUP", "WorkerGathering", "owner_of"]
@@ -71,7 +71,7 @@ class WorkerGathering:
         """Return what this rank has of its workers. Every rank must call it."""
         return _WorkerTable({name: form_of(tensor) for name, tensor in self._own().items()}, self._own_numbers())
 
-    def contents(self, tables: Sequence[_WorkerTable]) -> _WorkerContents:
+    def contents(self, tables: Sequence[_WorkerTable], place: PartPlace) -> _WorkerContents:
         """Return what is written to a checkpoint. Every rank must call it; local."""
         self._note(tables)
         momentum = self._momentum()
@@ -211,6 +211,9 @@ class _WorkerContents:
     Raises:
         CheckpointError: A tensor cannot be stored.
     """
+
+    increments = None
+    """Files are written as a whole."""
 
     def __init__(
         self,
