@@ -1,10 +1,10 @@
-"""`unisono plan` against runs: the peak memory of a rank, and the time of a step, of each layout that it knows.
+"""`unisono plan --train` against runs: the peak memory of a rank, and the time of a step, of each layout that it knows.
 
-Planned is what the command says, on this machine; measured what a job with the Trainer that it says to type takes in
-the same step: the peak of the process in some steps, before the parts of ranks come together at the end of the loop,
-of the rank that has most, with an equal part of what ranks share; and the median of its steps. The models are those of
-the examples, three of them wider. A figure is how far the plan is off, in per cent of what was measured; memory may be
-off by 10, and a step by 20. Times need a quiet machine, memory does not.
+Planned is what the command says, on this machine; trained what it says of the steps that it trains; measured what a job
+with the Trainer that it says to type takes in the same step: the peak of the process in some steps, before the parts of
+ranks come together at the end of the loop, of the rank that has most, with an equal part of what ranks share; and the
+median of its steps. The models are those of the examples, three of them wider. A figure is how far the plan is off, in
+per cent of what was measured; memory may be off by 10, and a step by 20. Times need a quiet machine, memory does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(effort: Effort) -> Iterator[Row]:
 
 def _compare(model: str, batch: int, ranks: int, effort: Effort) -> Iterator[Row]:
     sizes = ["--ranks", str(ranks), "--batch", str(batch), "--virtual-ranks", str(_VIRTUAL_RANKS)]
-    layouts = json.loads(_output([*_UNISONO, "plan", f"{_SCRIPT}:{model}", *sizes, "--json"]))["layouts"]
+    layouts = json.loads(_output([*_UNISONO, "plan", f"{_SCRIPT}:{model}", *sizes, "--train", "--json"]))["layouts"]
     for layout in layouts:
         if layout["ranks"] == 1 and ranks > 2:  # the same as with 2
             continue
@@ -52,10 +52,14 @@ def _compare(model: str, batch: int, ranks: int, effort: Effort) -> Iterator[Row
         steps = 3 if effort.quick else _SHARED_STEPS if shares_memory else _STEPS
         found = _train(model, batch, layout["ranks"], layout["code"], steps)
         case = f"{model}, batch {batch}, {layout['name']}"
-        planned, measured = layout["memory"]["total"], memory_of(found)
-        yield _row(f"{case}, memory", planned / 1e6, measured / 1e6, "MB", None if effort.quick else _MEMORY_GOAL)
-        planned, measured = layout["step_s"], max(each["step_s"] for each in found)
-        yield _row(f"{case}, step", planned * 1e3, measured * 1e3, "ms", None if effort.quick else _TIME_GOAL)
+        nbytes, step_s = memory_of(found), max(each["step_s"] for each in found)
+        goals = (None, None) if effort.quick else (_MEMORY_GOAL, _TIME_GOAL)
+        told = {"planned": (layout["memory"]["total"], layout["step_s"])}
+        if not layout["trial"]["why_not"]:
+            told["trained"] = (layout["trial"]["nbytes"], layout["trial"]["step_s"])
+        for how, (memory, time_s) in told.items():
+            yield _row(f"{case}, memory", memory / 1e6, nbytes / 1e6, f"MB {how}", goals[0])
+            yield _row(f"{case}, step", time_s * 1e3, step_s * 1e3, f"ms {how}", goals[1])
 
 
 def memory_of(ranks: list[dict[str, Any]]) -> float:
@@ -89,7 +93,7 @@ def _row(case: str, planned: float, measured: float, unit: str, allowed: float |
     off = abs(planned / measured - 1) * 100
     return summarise(
         "planning",
-        f"{case}: {planned:,.0f} {unit} planned, {measured:,.0f} measured",
+        f"{case}: {planned:,.0f} {unit}, {measured:,.0f} measured",
         ours=[max(off, 0.1)],
         peer=[allowed or 100.0],
         peer_name="what is allowed",

@@ -20,6 +20,9 @@ COMMANDS = {
     "half": f"{MODELS}:build {ALONE} --micro-batch 2 --json",
     "real": f"{MODELS}:build {ALONE} --measure --json",
     "tight": f"{MODELS}:build {SIZES} --memory 1MB",
+    "trained": f"{MODELS}:build {SIZES} --micro-batch 2 --train",
+    "failing": f"{MODELS}:build_failing_in_steps {ALONE} --train",
+    "too large to train": f"{MODELS}:build_large {ALONE} --train --json",
     "large": f"{MODELS}:build_large {ALONE} --memory 16GiB",
     "no file": f"{MODELS.with_name('planned_model.py')}:build {SIZES}",
     "no function": f"{MODELS}:biuld {SIZES}",
@@ -107,6 +110,37 @@ def test_a_limit_that_nothing_keeps_is_told_with_what_takes_most(answers):
     out = answers["tight"]["out"]
     assert out.count("too large") == 7
     assert re.search(r"Nothing fits 1\.00 MB\. .+ needs least, \d+ MB, most of it for\n\w+: .+", out)
+
+
+def test_layouts_are_trained_and_what_is_recommended_is_what_to_type(answers, fork_python, tmp_path):
+    lines = answers["trained"]["out"].splitlines()
+    assert answers["trained"]["code"] == 0 and answers["trained"]["err"] == ""
+    assert max(map(len, lines[:-4])) <= 80
+    first = lines.index(f"{'trained here':<22}{'MB':>8}{'step':>8}")
+    rows = [
+        re.fullmatch(r"(.{22}) +(\d+) +([\d.]+) (ms|s)  (\d+) steps", line) for line in lines[first + 1 : first + 8]
+    ]
+    assert [row[1].strip() for row in rows] == [line.split("  ")[0] for line in lines[4:11]]
+    recommended = re.fullmatch(r"Recommended: (.+), (\d+) MB a rank, ([\d.]+) m?s a step.*", lines[first + 9])
+    (chosen,) = [row for row in rows if row[1].strip() == recommended[1]]
+    assert chosen[3] == recommended[3] and abs(int(chosen[2]) - int(recommended[2])) <= 1
+    assert all(200 < int(row[2]) < 2000 for row in rows)
+    advice = [line.strip() for line in lines[first + 10 : -1]]
+    assert advice[1:] == ["trainer.batches(data, batch_size=32, micro_batch_size=2)"]
+    program = tmp_path / "typed.py"
+    program.write_text(
+        f"import sys\nsys.path.insert(0, {str(PROGRAMS)!r})\nimport unisono, planned_models\n"
+        "model, optimizer, loss, data = planned_models.build()\ndata = data * 32\n"
+        f"{advice[0]}\nfor batch in {advice[1]}:\n    trainer.step(loss, batch)\nprint(trainer.steps_done)\n"
+    )
+    assert fork_python(program) == ["1"]
+
+
+def test_layouts_that_cannot_be_trained_say_why(answers):
+    assert re.search(r"one process +rank 0 failed: ValueError: in the second step\n", answers["failing"]["out"])
+    assert answers["failing"]["out"].endswith("No layout could be trained here.\n")
+    (layout,) = json.loads(answers["too large to train"]["out"])["layouts"]
+    assert re.fullmatch(r"\d+ GB are needed, [\d.]+ [MG]B are free here", layout["trial"]["why_not"])
 
 
 def test_a_model_larger_than_this_machine_is_planned(answers):

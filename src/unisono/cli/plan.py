@@ -48,6 +48,7 @@ def _unit(prefix: str, binary: str) -> int:
 @click.option("--virtual-ranks", type=click.IntRange(1), default=8, show_default=True, help="As in the Trainer.")
 @click.option("--micro-batch", type=click.IntRange(1), help="Samples that are computed at once. Default: a share")
 @click.option("--measure", is_flag=True, help="Build and run the model here, which takes its memory.")
+@click.option("--train", "tries", is_flag=True, help="Also train some steps in each layout, on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, times in seconds.")
 def plan(
     target: str,
@@ -58,6 +59,7 @@ def plan(
     virtual_ranks: int,
     micro_batch: int | None,
     measure: bool,
+    tries: bool,
     as_json: bool,
 ) -> int:
     """Print the costs of training a model: memory of a rank, traffic and time of a step, in each layout.
@@ -78,6 +80,7 @@ def plan(
         micro_batch_size=micro_batch,
         memory_nbytes=memory,
         measures=measure,
+        tries=tries,
     )
     try:
         found = make_plan(request, tell=show_status)

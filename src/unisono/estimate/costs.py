@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from unisono.estimate.heap_replay import HeapPeak, MemoryOperation
 
-__all__ = ["LayoutCost", "Machine", "MemoryParts", "Workload"]
+__all__ = ["LayoutCost", "Machine", "MemoryParts", "Trial", "Workload"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +72,20 @@ class MemoryParts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What some steps in a layout have taken on this machine."""
+
+    nbytes: int = 0
+    """The memory of the rank with the most. Shared memory counts in equal parts."""
+    step_s: float = 0.0
+    steps: int = 0
+    why_not: str = ""
+    """Why there are no figures; "" if there are."""
+    has_failed: bool = False
+    """True if it was begun and did not end well."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutCost:
     """A layout and what it costs."""
 
@@ -85,3 +99,15 @@ class LayoutCost:
     waiting: float = 0.0
     """The part of ranks' time in which they wait for a stage, 0 to 1."""
     ranks: int = 1
+    trial: Trial | None = None
+    """None: it was not asked for."""
+
+    @property
+    def known_nbytes(self) -> int:
+        """The memory of a rank, as it was tried, or as it is planned."""
+        return self.memory.total if self.trial is None or self.trial.why_not else self.trial.nbytes
+
+    @property
+    def known_step_s(self) -> float:
+        """The time of a step, as it was tried, or as it is planned."""
+        return self.step_s if self.trial is None or self.trial.why_not else self.trial.step_s

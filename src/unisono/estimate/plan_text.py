@@ -13,7 +13,7 @@ from unisono.watch.figures import format_bytes, format_count
 __all__ = ["as_document", "as_text"]
 
 _COLUMNS = (("memory", 8), ("params", 7), ("grads", 7), ("state", 7), ("acts", 7), ("other", 7), ("sent", 7))
-_NAME, _STEP = 22, 8
+_NAME, _STEP, _WIDTH = 22, 8, 80
 _REMEDIES = {
     "parameters": "more ranks with parallel=unisono.parallel.Shard() or Pipeline(...) keep less of them each",
     "gradients": "fewer virtual ranks keep fewer sums of gradients",
@@ -43,7 +43,8 @@ def as_text(plan: Plan) -> str:
         sizes = (memory.total, memory.parameters, memory.gradients, memory.optimizer, memory.activations, other)
         values = [*sizes, cost.sent_nbytes]
         row = "".join(f"{value / unit:>{width},.0f}" for value, (_, width) in zip(values, _COLUMNS, strict=True))
-        mark = "" if fits(cost, request.memory_nbytes) else "  too large"
+        is_small = request.memory_nbytes is None or memory.total <= request.memory_nbytes
+        mark = "" if is_small else "  too large"
         lines.append(f"{cost.name:<{_NAME}}{row}{_seconds(cost.step_s):>{_STEP}}{mark}")
     lines += [
         "",
@@ -51,18 +52,35 @@ def as_text(plan: Plan) -> str:
         "heap. sent: by a rank in a step. step: on cores as those here.",
     ]
     lines += [f"no {each.stages} stages: {each.reason}" for each in plan.uncut]
+    if request.tries:
+        lines += ["", f"{'trained here':<{_NAME}}{unit_name:>8}{'step':>{_STEP}}"]
+        lines += [_trial(cost, unit, request.memory_nbytes) for cost in plan.costs]
     return "\n".join([*lines, "", *_advice(plan)])
+
+
+def _trial(cost: LayoutCost, unit: float, limit: int | None) -> str:
+    """Return the line of a layout that was tried."""
+    trial = cost.trial
+    assert trial is not None
+    if trial.why_not:
+        told = f"{cost.name:<{_NAME}}  {trial.why_not}"
+        return told if len(told) <= _WIDTH else f"{told[: _WIDTH - 1]}…"
+    mark = "" if fits(cost, limit) else ", too large"
+    figures = f"{trial.nbytes / unit:>8,.0f}{_seconds(trial.step_s):>{_STEP}}  {trial.steps} steps"
+    return f"{cost.name:<{_NAME}}{figures}{mark}"
 
 
 def _advice(plan: Plan) -> list[str]:
     request = plan.request
     limit = request.memory_nbytes
     chosen = recommend(plan.costs, limit)
+    if chosen is None and limit is None:
+        return ["No layout could be trained here."]
     if chosen is None:
         assert limit is not None
-        least = min(plan.costs, key=lambda cost: cost.memory.total)
+        least = min(plan.costs, key=lambda cost: cost.known_nbytes)
         part = largest_part(least.memory)
-        needs = format_bytes(least.memory.total)
+        needs = format_bytes(least.known_nbytes)
         return [
             f"Nothing fits {format_bytes(limit)}. {least.name} needs least, {needs}, most of it for",
             f"{part}: {_REMEDIES[part]}.",
@@ -70,14 +88,16 @@ def _advice(plan: Plan) -> list[str]:
     waits = f", waits {chosen.waiting:.0%} of the time for other stages" if chosen.waiting else ""
     fitting = "" if limit is None else f" of {format_bytes(limit)}"
     arguments = [f"virtual_ranks={request.virtual_ranks}"]
-    if request.micro_batch < request.share:
-        arguments.append(f"micro_batch_size={request.micro_batch}")
     if chosen.code:
         arguments.append(chosen.code)
+    batches = ""
+    if request.micro_batch < request.share:
+        batches = f"    trainer.batches(data, batch_size={request.batch_size}, micro_batch_size={request.micro_batch})"
     return [
-        f"Recommended: {chosen.name}, {format_bytes(chosen.memory.total)}{fitting} a rank, "
-        f"{_seconds(chosen.step_s)} a step{waits}",
-        f"    unisono.Trainer(model, optimizer, {', '.join(arguments)})",
+        f"Recommended: {chosen.name}, {format_bytes(chosen.known_nbytes)}{fitting} a rank, "
+        f"{_seconds(chosen.known_step_s)} a step{waits}",
+        f"    trainer = unisono.Trainer(model, optimizer, {', '.join(arguments)})",
+        *([batches] if batches else []),
         f"    unisono run -n {chosen.ranks} train.py" if chosen.ranks > 1 else "    python train.py",
     ]
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from unisono.errors import EstimateError
 from unisono.estimate.bare_rank import BareRank
-from unisono.estimate.costs import LayoutCost, Machine, Workload
+from unisono.estimate.costs import LayoutCost, Machine, Trial, Workload
 from unisono.estimate.crowding import Load, crowding
 from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
 from unisono.estimate.operator_times import OperatorTimes, time_beside_operators
 from unisono.estimate.pipelines import Uncut, costs_of_pipelines, stage_counts
 from unisono.estimate.rates import link_rate, memory_rate
+from unisono.estimate.recommendation import fits
+from unisono.estimate.trials import try_layout
 from unisono.estimate.user_build import find_build
 from unisono.machine import usable_cores
 
 __all__ = ["Plan", "Request", "make_plan"]
+
+_MARGIN = 1.1
+"""A layout that is planned to be larger than a limit by no more than this may keep it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +42,8 @@ class Request:
     """The memory that a rank may take. None: any."""
     measures: bool = False
     """True to build and run the model for real."""
+    tries: bool = False
+    """True to train some steps in each layout that fits."""
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -112,11 +119,28 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
             *costs_without_stages(profile, workload, machine),
             *costs_of_pipelines(profile, workload, machine, limit_nbytes=request.memory_nbytes),
         ]
+    costs = [each for each in found if isinstance(each, LayoutCost)]
+    for number, cost in enumerate(costs if request.tries else ()):
+        tell(f"training {cost.name}, {number + 1} of {len(costs)}")
+        costs[number] = replace(cost, trial=_trial(request, cost))
     return Plan(
         request=request,
         profile=profile,
-        costs=tuple(each for each in found if isinstance(each, LayoutCost)),
+        costs=tuple(costs),
         uncut=tuple(each for each in found if isinstance(each, Uncut)),
+    )
+
+
+def _trial(request: Request, cost: LayoutCost) -> Trial:
+    limit = request.memory_nbytes
+    if not fits(cost, None if limit is None else round(limit * _MARGIN)):
+        return Trial(why_not="it is planned to be too large")
+    return try_layout(
+        cost,
+        target=request.target,
+        virtual_ranks=request.virtual_ranks,
+        batch_size=request.batch_size,
+        micro_batch_size=request.micro_batch,
     )
 
 

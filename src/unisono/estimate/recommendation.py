@@ -14,7 +14,7 @@ _TIE = 1.05
 
 def fits(cost: LayoutCost, limit_nbytes: int | None) -> bool:
     """Return True if a layout keeps a limit of memory for each rank, or there is none."""
-    return limit_nbytes is None or cost.memory.total <= limit_nbytes
+    return limit_nbytes is None or cost.known_nbytes <= limit_nbytes
 
 
 def recommend(costs: Sequence[LayoutCost], limit_nbytes: int | None) -> LayoutCost | None:
@@ -34,11 +34,13 @@ def recommend(costs: Sequence[LayoutCost], limit_nbytes: int | None) -> LayoutCo
     >>> [recommend(costs, limit).name for limit in (None, 600)], recommend(costs, 400)
     (['shared', 'stages'], None)
     """
-    fitting = [cost for cost in costs if fits(cost, limit_nbytes)]
+    fitting = [cost for cost in costs if fits(cost, limit_nbytes) and not (cost.trial and cost.trial.has_failed)]
+    # What is tried is better known than what is planned.
+    fitting = [cost for cost in fitting if cost.trial and not cost.trial.why_not] or fitting
     if not fitting:
         return None
-    fastest = min(cost.step_s for cost in fitting)
-    return next(cost for cost in fitting if cost.step_s <= fastest * _TIE)
+    fastest = min(cost.known_step_s for cost in fitting)
+    return next(cost for cost in fitting if cost.known_step_s <= fastest * _TIE)
 
 
 def largest_part(memory: MemoryParts) -> str:

@@ -353,7 +353,7 @@ class Checkpointing:
         """
         assert self._directory is not None
         saving.join()
-        begun = self._begin_parts(place, tag)
+        begun = self._begin_parts(place, tag, has_increments=saving.always and bool(self._policy.incremental))
         if begun is not None:
             part: OwnPart | None = None
             try:
@@ -386,7 +386,7 @@ class Checkpointing:
         self._rule.begin(place)
         return True
 
-    def _begin_parts(self, place: Place, tag: str | None) -> _BegunParts | None:
+    def _begin_parts(self, place: Place, tag: str | None, *, has_increments: bool) -> _BegunParts | None:
         """Begin a checkpoint that ranks write; None on all of them if that fails, which is told at the next save."""
         assert self._directory is not None
         store = self._directory.store
@@ -413,7 +413,7 @@ class Checkpointing:
         if not folder:
             return None
         bases: Mapping[str, BaseFile] | None = None
-        if tag is None and self._policy.incremental:
+        if tag is None and has_increments:
             bases = {} if work is None else store.link_bases(work)
         return _BegunParts(Path(folder.decode()), work, bases)
 

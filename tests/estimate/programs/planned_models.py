@@ -56,6 +56,18 @@ def build_other_optimizer():
     return model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), loss_fn, data
 
 
+def build_failing_in_steps():
+    steps = []
+
+    def loss(model, batch):
+        steps.append(batch)
+        if len(steps) > 8 and not isinstance(batch[0], torch._subclasses.FakeTensor):
+            raise ValueError("in the second step")
+        return cross_entropy(model, batch)
+
+    return build(loss_fn=loss)
+
+
 NOT_A_FUNCTION = 3
 
 
