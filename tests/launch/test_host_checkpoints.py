@@ -201,6 +201,46 @@ def test_hosts_write_parts_of_tables_that_they_all_have_unless_changed_rows_are_
     assert set(writers(hosts.folder / "rows").values()) == {None}
 
 
+DIVIDED = (
+    TABLES.replace("rows=4000, dim=16,", "rows=40_000, dim=16, init_std=0.1,")
+    .replace('"grown": Table(dim=8, capacity=64, when_full="grow",', '"grown": Table(dim=8, rows=64,')
+    .replace("\n})", "\n}, divided=True)")
+    .replace("(ids * 10**9)", "(ids % 64)")
+    .replace("torch.randint(0, 4000", "torch.randint(0, 40_000")
+    .replace("import sys\n", "import os, sys\n")
+    .replace(
+        "torch.manual_seed(3)\n",
+        'torch.manual_seed(3)\nif sys.argv[4] == "apart":\n'
+        "    os.makedirs(os.uname().nodename, exist_ok=True)\n    os.chdir(os.uname().nodename)\n",
+    )
+)
+"""The same with tables whose rows are divided over ranks."""
+
+
+def test_ranks_of_several_hosts_write_and_read_spans_of_divided_tables(hosts, job, alone):
+    (hosts.folder / "script.py").write_text(DIVIDED)
+    whole = f"{EVERY_STEP}, incremental=False"
+    sha = alone("one", 2, whole)
+    succeeded(job("run", 1, whole))
+    last = succeeded(job("run", 2, whole, ranks=(1, 2)))
+    assert (begun_after(last), sha_of(last.stdout)) == (4, sha)
+    assert writers(hosts.folder / "run") == {
+        f"step-{step:09}": {*"0123"} if step <= 4 else {*"012"} for step in range(1, 9)
+    }
+    for path in sorted((hosts.folder / "one").glob("checkpoints/*/*")):
+        if path.name != "manifest.json":
+            assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
+    # Changed rows, over hosts with other working directories, which see that of rank 0.
+    succeeded(job("rows", 1, todo="apart"))
+    last = succeeded(job("rows", 2, todo="apart", ranks=(2, 1)))
+    assert (begun_after(last), sha_of(last.stdout)) == (4, sha)
+    assert [*writers(hosts.folder / "host0" / "rows").values()] == [{*"0123"}] * 4 + [{*"012"}] * 4
+    for step in (2, 3, 4, 6, 7, 8):
+        folder = hosts.folder / "host0" / "rows" / "checkpoints" / f"step-{step:09}"
+        assert (folder / "model-base.safetensors").exists(), step
+    assert not (hosts.folder / "host1" / "rows").exists()
+
+
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [

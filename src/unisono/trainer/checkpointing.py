@@ -10,23 +10,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
-from unisono.state.checkpoint_work import CheckpointWork
-from unisono.state.increments import BaseFile
-from unisono.state.part_writing import PartsError
 from unisono.state.policy import Checkpoints
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.checkpoint_events import CheckpointEvents
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
 from unisono.trainer.host_parts import HostParts, Occasion
-from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, completion, fail
+from unisono.trainer.part_checkpoints import PartCheckpoints
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.trainer.run_directory import RunDirectory
@@ -39,18 +36,7 @@ __all__ = ["Checkpointing"]
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 
 
-class _BegunParts(NamedTuple):
-    """A checkpoint that ranks write."""
-
-    folder: Path
-    """Where they write."""
-    work: CheckpointWork | None
-    """The folder, on rank 0."""
-    bases: Mapping[str, BaseFile] | None
-    """See `PartPlace`."""
-
-
-class Checkpointing:
+class Checkpointing(PartCheckpoints):
     """Reads and writes the checkpoints of one run. Without a directory it does nothing.
 
     Args:
@@ -325,113 +311,6 @@ class Checkpointing:
             else:
                 self._writer.submit(place[2], groups, document)
         self._rule.begin(place)
-
-    def save_parts(
-        self,
-        place: Place,
-        capture: Callable[[OptimizerStates], Snapshot],
-        saving: PartSaving,
-        *,
-        tag: str | None = None,
-    ) -> bool:
-        """Let each rank write its part of a checkpoint: in the background or, with a tag, until it is on the disk.
-
-        Every rank must call it. A disk that fails is a warning at the next save, as with `save`.
-
-        Args:
-            place: The place of the run.
-            capture: Returns the state of the run, given that of the optimizers, on rank 0.
-            saving: Has this rank's part.
-            tag: See `save_tag`.
-
-        Returns:
-            False on all ranks if they do not share the directory: nothing is written then.
-
-        Raises:
-            BaseException: On rank 0, see `save`; the others raise PeerError.
-            CheckpointError: With a tag, on all ranks, if it cannot be written.
-        """
-        assert self._directory is not None
-        saving.join()
-        begun = self._begin_parts(place, tag, has_increments=saving.always and bool(self._policy.incremental))
-        if begun is not None:
-            part: OwnPart | None = None
-            try:
-                part = saving.prepare(begun.folder, begun.bases)
-            except PartsError as error:
-                if tag is not None:
-                    raise
-                self._fail_to_write(place, error)
-            else:
-                if part is None and not saving.always:
-                    return False
-            finally:
-                if part is None and begun.work is not None:
-                    begun.work.close()
-            complete: Callable[[], CheckpointInfo] | None = None
-            if part is not None and begun.work is not None:
-                assert self._best is not None
-                then = partial(self._best.writing, place[2]) if tag is None else lambda: None
-                gives_up = self.hosts.patience()
-                complete = completion(self._directory.store, begun.work, part, capture, then=then, gives_up=gives_up)
-            if tag is not None:
-                self._write_tagged(part, complete)
-                return True
-            if complete is not None:
-                assert self._writer is not None
-                self._is_written = False
-                self._writer.start(place[2], complete)
-            elif part is not None:
-                saving.start(part)
-        self._rule.begin(place)
-        return True
-
-    def _begin_parts(self, place: Place, tag: str | None, *, has_increments: bool) -> _BegunParts | None:
-        """Begin a checkpoint that ranks write; None on all of them if that fails, which is told at the next save."""
-        assert self._directory is not None
-        store = self._directory.store
-        work: CheckpointWork | None = None
-
-        def begin() -> bytes:
-            nonlocal work
-            if tag is None:
-                self._events.raise_for_listener()
-            self.hold()
-            if tag is None and (earlier := self._wait()) is not None:
-                self._events.warn(f"checkpoint not written: {earlier}")
-            self._join()
-            try:
-                work = store.begin_parts(place[2], tag=tag)
-            except CheckpointError as error:
-                if tag is not None:
-                    raise
-                self._fail_to_write(place, error)
-                return b""
-            return str(work.path.absolute()).encode()
-
-        folder = self._world.broadcast_bytes(begin)
-        if not folder:
-            return None
-        bases: Mapping[str, BaseFile] | None = None
-        if tag is None and has_increments:
-            bases = {} if work is None else store.link_bases(work)
-        return _BegunParts(Path(folder.decode()), work, bases)
-
-    def _write_tagged(self, part: OwnPart | None, complete: Callable[[], CheckpointInfo] | None) -> None:
-        """Write this rank's part of a checkpoint with a tag, and wait on all ranks until it is on the disk."""
-        with raised_on_all(self._world, "trainer.save(tag=...)"):
-            started_s = time.monotonic()
-            if complete is not None:
-                with self.hosts.awaited():
-                    self._events.tell(complete(), time.monotonic() - started_s)
-            elif part is not None:
-                part.write()
-
-    def _fail_to_write(self, place: Place, error: CheckpointError) -> None:
-        """Note on rank 0 that a checkpoint cannot be written."""
-        if self._writer is not None:
-            self._is_written = False
-            self._writer.start(place[2], partial(fail, error))
 
     def save_tag(self, tag: str, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a checkpoint that is kept until the user deletes it, and wait on all ranks until it is on disk.
