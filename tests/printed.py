@@ -27,3 +27,10 @@ def printed(stdout: str) -> dict[int, list[str]]:
         for rank in sorted(ranks):
             lines.setdefault(rank, []).append(line.partition("]")[2].removeprefix(" "))
     return lines
+
+
+def lines_of_all(job, ranks: int) -> list[str]:
+    """Give the lines of rank 0 of a job, of which all ranks have printed the same."""
+    found = {tuple(job.lines(rank)) for rank in range(ranks)}
+    assert len(found) == 1, found
+    return [*found.pop()]

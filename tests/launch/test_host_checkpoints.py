@@ -105,6 +105,13 @@ def writers(folder: Path) -> dict[str, set[str] | None]:
     return found
 
 
+def same_files(run: Path, alone: Path) -> None:
+    """Compare the files of checkpoints to the byte, but for manifests, which say who wrote what."""
+    for path in sorted(alone.glob("checkpoints/*/*")):
+        if path.name != "manifest.json":
+            assert (run / path.relative_to(alone)).read_bytes() == path.read_bytes(), path
+
+
 def succeeded(done):
     assert [each.returncode for each in done] == [0] * len(done), "\n".join(each.stderr for each in done)
     return done[0]
@@ -128,9 +135,7 @@ def test_each_host_writes_and_reads_its_part_of_a_shared_directory(hosts, job, a
         "tag-whole": BY_PARTS,
     }
     assert alone("one", 2) == sha
-    for path in sorted((hosts.folder / "one").glob("checkpoints/*/*")):
-        if path.name != "manifest.json":
-            assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
+    same_files(hosts.folder / "run", hosts.folder / "one")
     last = succeeded(job("run", 3, ranks=(1, 2)))
     assert (begun_after(last), sha_of(last.stdout)) == (8, alone("one", 3))
 
@@ -147,9 +152,7 @@ def test_ranks_of_several_hosts_write_and_read_their_workers_alone(hosts, job, a
         **{f"step-{step:09}": ranks | {"3"} if step <= 4 else ranks for step in range(1, 9)},
         "tag-whole": ranks,
     }
-    for path in sorted((hosts.folder / "one").glob("checkpoints/*/*")):
-        if path.name != "manifest.json":
-            assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
+    same_files(hosts.folder / "run", hosts.folder / "one")
 
 
 TABLES = """
@@ -194,9 +197,7 @@ def test_hosts_write_parts_of_tables_that_they_all_have_unless_changed_rows_are_
     assert writers(hosts.folder / "run") == {
         f"step-{step:09}": BY_PARTS if step <= 4 else {"0", "1"} for step in range(1, 9)
     }
-    for path in sorted((hosts.folder / "one").glob("checkpoints/*/*")):
-        if path.name != "manifest.json":
-            assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
+    same_files(hosts.folder / "run", hosts.folder / "one")
     assert sha_of(succeeded(job("rows", 2)).stdout) == sha
     assert set(writers(hosts.folder / "rows").values()) == {None}
 
@@ -227,9 +228,7 @@ def test_ranks_of_several_hosts_write_and_read_spans_of_divided_tables(hosts, jo
     assert writers(hosts.folder / "run") == {
         f"step-{step:09}": {*"0123"} if step <= 4 else {*"012"} for step in range(1, 9)
     }
-    for path in sorted((hosts.folder / "one").glob("checkpoints/*/*")):
-        if path.name != "manifest.json":
-            assert (hosts.folder / "run" / path.relative_to(hosts.folder / "one")).read_bytes() == path.read_bytes()
+    same_files(hosts.folder / "run", hosts.folder / "one")
     # Changed rows, over hosts with other working directories, which see that of rank 0.
     succeeded(job("rows", 1, todo="apart"))
     last = succeeded(job("rows", 2, todo="apart", ranks=(2, 1)))
