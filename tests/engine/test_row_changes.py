@@ -37,6 +37,7 @@ def test_any_change_of_a_row_that_has_been_written_is_found(table):
     sums[303] += 1
     assert since("first") == [3, 6, 9, 300, 303, 500]
     changes.keep("second")
+    changes.drop()
     assert since("second") == []
 
 

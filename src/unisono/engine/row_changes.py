@@ -80,6 +80,10 @@ class RowChanges:
         """
         self._base, self._kept = base, self._found
 
+    def drop(self) -> None:
+        """Give back the memory of the last look, unless it is kept."""
+        self._found = []
+
 
 def _differing(before: _Hashed, now: _Hashed) -> Tensor | None:
     """Return the rows that are new or have another hash; None if a row is gone."""

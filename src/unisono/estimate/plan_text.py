@@ -43,8 +43,8 @@ def as_text(plan: Plan) -> str:
         sizes = (memory.total, memory.parameters, memory.gradients, memory.optimizer, memory.activations, other)
         values = [*sizes, cost.sent_nbytes]
         row = "".join(f"{value / unit:>{width},.0f}" for value, (_, width) in zip(values, _COLUMNS, strict=True))
-        is_small = request.memory_nbytes is None or memory.total <= request.memory_nbytes
-        mark = "" if is_small else "  too large"
+        keeps_limit = request.memory_nbytes is None or memory.total <= request.memory_nbytes
+        mark = "" if keeps_limit else "  too large"
         lines.append(f"{cost.name:<{_NAME}}{row}{_seconds(cost.step_s):>{_STEP}}{mark}")
     lines += [
         "",

@@ -36,6 +36,7 @@ class OpenCheckpoint:
         self.digest = hashlib.sha256(data).hexdigest()
         """A hash of the manifest, and so of the whole content."""
         self._entries = {entry.name: entry for entry in self._manifest.files}
+        self._opened: dict[str, TensorSource] = {}
 
     @property
     def step(self) -> int:
@@ -53,7 +54,11 @@ class OpenCheckpoint:
         Raises:
             CorruptCheckpointError: The header of its file is damaged, or what it has of changed rows.
         """
-        described = self._manifest.groups[name]
+        if name not in self._opened:
+            self._opened[name] = self._open(name, self._manifest.groups[name])
+        return self._opened[name]
+
+    def _open(self, name: str, described: Mapping[str, Any]) -> TensorSource:
         stored = self._file(name, described)
         if "base" not in described:
             return stored

@@ -97,6 +97,7 @@ class PartCheckpoints(ABC):
         """
         assert self._directory is not None
         saving.join()
+        # Other divided runs write their files whole.
         begun = self._begin_parts(place, tag, has_increments=saving.always and bool(self._policy.incremental))
         if begun is not None:
             part: OwnPart | None = None

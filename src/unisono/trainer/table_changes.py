@@ -130,6 +130,7 @@ class TableChanges:
         for each in self._saved:
             if self._place.bases is not None and each.group not in self.increments:
                 each.changes.keep(self._place.folder.name)
+            each.changes.drop()
 
     def _spans(self, rows: int) -> list[range]:
         """Return the rows that each rank writes."""
