@@ -8,10 +8,12 @@ leave no bits are sorted in two rounds: 16384 take 0.3 ms. Without NumPy, torch 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from unisono.embedding.compiled_rows import SORTED_AT_ONCE, sort_by_compiled
+from unisono.embedding.compiled_sums import SORTED_AT_ONCE, order_by_compiled
 from unisono.embedding.compiler import has_compiler
 
 try:
@@ -21,7 +23,7 @@ except ImportError:  # torch works without it, and so does this
 else:
     _SORTS_FAST = int(numpy.__version__.split(".")[0]) >= 2  # from 2.0 on also with AVX2 and NEON
 
-__all__ = ["ordered_ids"]
+__all__ = ["OrderedIds", "ordered_ids"]
 
 _RADIX = 32768
 """From so many integers on, torch sorts by radix on a CPU."""
@@ -31,32 +33,48 @@ _PADDED = 8192
 """From so many on, sorting `_RADIX` integers by radix is faster than sorting these by comparison."""
 
 
-def ordered_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids in ascending order, and for each of them its place in `ids`; equal ones keep their order.
+class OrderedIds(NamedTuple):
+    """Ids in ascending order; equal ones keep their order."""
+
+    ids: Tensor
+    """[n]."""
+    places: Tensor
+    """Where each was before, [n], int64; with `width`, the number of the group in which it was."""
+    distinct: int | None
+    """The number of distinct ids; None if it was not counted."""
+
+
+def ordered_ids(ids: Tensor, *, width: int = 1, rows: int | None = None) -> OrderedIds:
+    """Return ids in ascending order.
 
     Args:
         ids: [n], int32 or int64, of any value. It is fastest where they lie within a range of 2**62 / n.
+        width: How many ids in turn make a group; n is a multiple of it.
+        rows: A number above all ids, none of which is negative; None: ids may have any value.
 
-    >>> ordered_ids(torch.tensor([7, -2, 7]))[1].tolist()
+    >>> ordered_ids(torch.tensor([7, -2, 7])).places.tolist()
     [1, 0, 2]
     """
-    if ids.device.type != "cpu" or not len(ids):
-        ordered, order = torch.sort(ids, stable=True)
-        return ordered, order
-    least, most = map(int, torch.aminmax(ids))
-    n, span = len(ids), most - least
+    n = ids.shape[0]
+    if ids.device.type != "cpu" or not n:
+        return _grouped(*torch.sort(ids, stable=True), width)
     bits = n.bit_length()
-    is_short = span.bit_length() <= _MOST_PASSES * SORTED_AT_ONCE and has_compiler()
-    if (is_short or _SORTS_FAST) and bits + span.bit_length() < 64:
-        keys = ids.long().sub(least).bitwise_left_shift_(bits).bitwise_or_(torch.arange(n))
-        if is_short:
-            keys = sort_by_compiled(keys, shift=bits, bits=span.bit_length())
-        else:
+    least, most = map(int, torch.aminmax(ids)) if rows is None else (0, rows - 1)
+    span = most - least
+    if bits + span.bit_length() < 64:
+        if span.bit_length() <= _MOST_PASSES * SORTED_AT_ONCE and has_compiler():
+            return OrderedIds(*order_by_compiled(ids, least=least, bits=span.bit_length(), width=width))
+        if _SORTS_FAST:
+            keys = ids.long().sub(least).bitwise_left_shift_(bits).bitwise_or_(torch.arange(n))
             keys.numpy().sort()
-        return keys.bitwise_right_shift(bits).add_(least), keys.bitwise_and_((1 << bits) - 1)
+            return _grouped(keys.bitwise_right_shift(bits).add_(least), keys.bitwise_and_((1 << bits) - 1), width)
     if _SORTS_FAST and n < _RADIX and ids.dtype == torch.int64:
-        return _sorted_twice(ids, bits)
-    return _sorted_by_torch(ids, least, span)
+        return _grouped(*_sorted_twice(ids, bits), width)
+    return _grouped(*_sorted_by_torch(ids, least, span), width)
+
+
+def _grouped(ordered: Tensor, order: Tensor, width: int) -> OrderedIds:
+    return OrderedIds(ordered, order if width == 1 else order.div(width, rounding_mode="floor"), None)
 
 
 def _sorted_twice(ids: Tensor, bits: int) -> tuple[Tensor, Tensor]:

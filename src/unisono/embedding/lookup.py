@@ -91,7 +91,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, locate: Locate | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.shape, ctx.padding = weight.shape, padding
+        ctx.shape, ctx.padding, ctx.rows = weight.shape, padding, weight.shape[0] if locate is None else None
         if locate is None:
             return F.embedding(ids, weight.detach())
         source, rows = locate(ids.reshape(-1))
@@ -106,7 +106,7 @@ class _LookUp(torch.autograd.Function):
         if ctx.padding is not None:
             entries = (ids != ctx.padding).nonzero().view(-1)
             ids = ids[entries]
-        summed = sum_by_row(ids, gradient.contiguous(), entries)
+        summed = sum_by_row(ids, gradient.contiguous(), entries, below=ctx.rows)
         return row_gradient(summed, ctx.shape), None, None, None
 
 
@@ -124,6 +124,7 @@ class _Pool(torch.autograd.Function):
         locate: Locate | None,
     ) -> Tensor:
         ctx.bags, ctx.mode, ctx.padding, ctx.shape = Bags(ids, begins, width), mode, padding, weight.shape
+        ctx.rows = weight.shape[0] if locate is None else None
         source, rows = (weight.detach(), ids) if locate is None else locate(ids)
         ctx.found = (source, rows) if scale is not None and scale.requires_grad else None
         ctx.save_for_backward(scale)
@@ -154,5 +155,5 @@ class _Pool(torch.autograd.Function):
                 counts = torch.bincount(entries, minlength=len(gradient)).clamp_(min=1).unsqueeze(1)
             gradient = gradient / counts
         factors = None if scale is None else scale.detach()
-        summed = sum_by_row(ids, gradient, entries, factors, width=max(width or 1, 1))
+        summed = sum_by_row(ids, gradient, entries, factors, width=max(width or 1, 1), below=ctx.rows)
         return row_gradient(summed, ctx.shape), of_scale, None, None, None, None, None, None

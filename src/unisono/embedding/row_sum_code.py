@@ -1,4 +1,4 @@
-"""Texts of compiled functions that sort ids, and add rows up. They add in the order in which torch's operations do."""
+"""Texts of compiled functions that add rows up, in the order in which torch's operations do."""
 
 from __future__ import annotations
 
@@ -6,75 +6,29 @@ from collections.abc import Sequence
 
 from unisono.embedding.vector_code import LANES, Code, Numbers
 
-__all__ = ["MOST_POOLED", "bags_code", "sort_code", "sum_code"]
+__all__ = ["MOST_POOLED", "bags_code", "merge_code", "sum_code"]
 
 MOST_POOLED = 8 * LANES
 """The longest rows of `bags_code`, whose sums are in registers."""
 
 
-def sort_code() -> str:
-    """Return the text of the function that sorts integers by some of their bits, keeping the order of equal ones.
-
-    It is called `sort` and has the arguments n, the integers, memory for the result, memory for mask + 2 integers, the
-    number of the lowest of the bits, and their mask once they are shifted down. It returns n.
-    """
-    arguments = [("n", "i64"), ("keys", "ptr"), ("out", "ptr"), ("counts", "ptr"), ("shift", "i64"), ("mask", "i64")]
-    code = Code("sort", arguments, itemsize=4)
-    size = code.let("add i64 %mask, 1")
-
-    def digit(key: str) -> str:
-        return code.let(f"and i64 {code.let(f'lshr i64 {key}, %shift')}, %mask")
-
-    def clear(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
-        code.put_integer("%counts", index, "0")
-        return carried
-
-    def count(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
-        own = digit(code.integer("%keys", index))
-        code.put_integer("%counts", own, code.let(f"add i64 {code.integer('%counts', own)}, 1"))
-        return carried
-
-    def begin(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
-        before, found = code.integer("%counts", size), code.integer("%counts", index)
-        code.put_integer("%counts", index, before)
-        code.put_integer("%counts", size, code.let(f"add i64 {before}, {found}"))
-        return carried
-
-    def move(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
-        key = code.integer("%keys", index)
-        own = digit(key)
-        to = code.integer("%counts", own)
-        code.put_integer("%out", to, key)
-        code.put_integer("%counts", own, code.let(f"add i64 {to}, 1"))
-        return carried
-
-    code.repeat(0, size, clear)
-    code.put_integer("%counts", size, "0")
-    code.repeat(0, "%n", count)
-    code.repeat(0, size, begin)
-    code.repeat(0, "%n", move)
-    code.end("%n")
-    return code.text()
-
-
 def sum_code(*, itemsize: int, dim: int) -> str:
     """Return the text of the function that adds up the rows of equal ids.
 
-    It is called `sum` and has the arguments n, the ids in ascending order, their places before, the number of places in
-    turn that take the same row, the rows, an integer that is 0, and memory for the distinct ids and for their sums.
-    It returns n, and leaves the number of distinct ids in the integer.
+    It is called `sum` and has the arguments n, the ids in ascending order, the row that each takes, the rows, an integer
+    that is 0, and memory for the distinct ids and for their sums. It returns n, and leaves the number of distinct ids in
+    the integer.
 
     Args:
         itemsize: The bytes of a number.
         dim: The numbers of a row.
     """
-    arguments = [("n", "i64"), ("ordered", "ptr"), ("order", "ptr"), ("width", "i64"), ("source", "ptr")]
+    arguments = [("n", "i64"), ("ordered", "ptr"), ("order", "ptr"), ("source", "ptr")]
     code = Code("sum", [*arguments, ("found", "ptr"), ("ids", "ptr"), ("sums", "ptr")], itemsize=itemsize)
     last = code.let("sub i64 %n, 1")
 
     def source(index: str) -> str:
-        row = code.let(f"udiv i64 {code.integer('%order', index)}, %width")
-        return code.place("%source", code.times(row, dim))
+        return code.place("%source", code.times(code.integer("%order", index), dim))
 
     def entry(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
         code.fetch(source(code.ahead(index, last, dim * itemsize)), dim)
@@ -111,6 +65,68 @@ def sum_code(*, itemsize: int, dim: int) -> str:
     code.repeat(0, "%n", entry)
     code.end("%n")
     return code.text()
+
+
+def merge_code(*, itemsize: int, dim: int) -> str:
+    """Return the text of the function that adds up two lists of rows, each with distinct ids in ascending order.
+
+    It is called `merge` and has the arguments n and m, the numbers of entries; the ids and the rows of the first list,
+    and those of the second; memory for n + m ids and rows; and two integers that are 0. It returns the number of
+    distinct ids. Of an id that both have, the row of the first list comes first in the sum.
+
+    Args:
+        itemsize: The bytes of a number.
+        dim: The numbers of a row.
+    """
+    arguments = [("n", "i64"), ("m", "i64"), ("left", "ptr"), ("a", "ptr"), ("right", "ptr"), ("b", "ptr")]
+    code = Code("merge", [*arguments, ("ids", "ptr"), ("sums", "ptr"), ("at", "ptr")], itemsize=itemsize)
+
+    def entry(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
+        i, j = code.integer("%at", "0"), code.integer("%at", "1")
+        has_left, has_right = code.let(f"icmp slt i64 {i}, %n"), code.let(f"icmp slt i64 {j}, %m")
+        code.need(code.let(f"or i1 {has_left}, {has_right}"), index)
+        # An entry that is not there is not read: another one of the two lists is, whose id is not used.
+        own = code.integer(*_either(code, has_left, ("%left", i), ("%right", j)))
+        other = code.integer(*_either(code, has_right, ("%right", j), ("%left", i)))
+        is_less, is_more = code.let(f"icmp slt i64 {own}, {other}"), code.let(f"icmp sgt i64 {own}, {other}")
+        takes_left = code.let(f"and i1 {has_left}, {code.let(f'xor i1 {is_more}, true')}")
+        takes_right = code.let(f"and i1 {has_right}, {code.let(f'xor i1 {is_less}, true')}")
+        code.put_integer("%ids", index, code.let(f"select i1 {takes_left}, i64 {own}, i64 {other}"))
+        for number, (count, is_taken) in enumerate(((i, takes_left), (j, takes_right))):
+            code.put_integer("%at", str(number), code.let(f"add i64 {count}, {code.let(f'zext i1 {is_taken} to i64')}"))
+        to = code.place("%sums", code.times(index, dim))
+        first, second = code.place("%a", code.times(i, dim)), code.place("%b", code.times(j, dim))
+
+        def put(added: str) -> None:
+            def body(at: str | int, lanes: int, total: Numbers) -> Numbers:
+                code.write(to, at, code.read(added, at, lanes) + code.zeros(lanes))
+                return total
+
+            code.over_row(dim, body)
+
+        def both() -> None:
+            def body(at: str | int, lanes: int, total: Numbers) -> Numbers:
+                code.write(to, at, code.read(first, at, lanes) + code.zeros(lanes) + code.read(second, at, lanes))
+                return total
+
+            code.over_row(dim, body)
+
+        def one() -> None:
+            code.choose(takes_left, lambda: put(first), lambda: put(second))
+
+        code.choose(code.let(f"and i1 {takes_left}, {takes_right}"), both, one)
+        return carried
+
+    end = code.let("add i64 %n, %m")
+    code.repeat(0, end, entry)
+    code.end(end)
+    return code.text()
+
+
+def _either(code: Code, condition: str, yes: tuple[str, str], no: tuple[str, str]) -> tuple[str, str]:
+    """Return the array and the index of one of two integers."""
+    array = code.let(f"select i1 {condition}, ptr {yes[0]}, ptr {no[0]}")
+    return array, code.let(f"select i1 {condition}, i64 {yes[1]}, i64 {no[1]}")
 
 
 def bags_code(*, itemsize: int, dim: int, id_nbytes: int) -> str:

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from unisono.coo_tensor import make_coo
-from unisono.embedding.compiled_rows import is_poolable, is_summable, pool_by_compiled, sum_by_compiled
+from unisono.embedding.compiled_sums import (
+    is_poolable,
+    is_summable,
+    merge_by_compiled,
+    pool_by_compiled,
+    sum_by_compiled,
+)
 from unisono.embedding.id_order import ordered_ids
 
 __all__ = ["SummedRows", "add_row_gradients", "embed_bags", "row_gradient", "rows_of", "sum_by_row"]
@@ -47,6 +53,7 @@ def sum_by_row(
     scale: Tensor | None = None,
     *,
     width: int = 1,
+    below: int | None = None,
 ) -> SummedRows:
     """Add up, for each id, the rows of `source` that its entries name.
 
@@ -55,7 +62,8 @@ def sum_by_row(
         source: [m, dim], contiguous, with the values to add.
         entries: The row of `source` that each entry takes, [n]; None: the entry of number i takes row i // width.
         scale: A factor for each entry, [n].
-        width: The number of entries in turn that take the same row, without `entries`.
+        width: The number of entries in turn that take the same row, without `entries`; all entries are a multiple of it.
+        below: A number above all ids, none of which is negative; None: ids may have any value.
 
     Returns:
         The distinct ids, ascending, and their sums.
@@ -64,17 +72,20 @@ def sum_by_row(
     >>> rows.tolist(), values.tolist()
     ([2, 7], [[2.0], [5.0]])
     """
-    ordered, order = ordered_ids(ids)
-    if entries is None and scale is None and len(ids) and is_summable(source):
-        return SummedRows(*sum_by_compiled(ordered.long(), order, source, width=width))
-    distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
+    is_plain = entries is None and scale is None
+    ordered, order, distinct = ordered_ids(ids, width=width if is_plain else 1, rows=below)
+    if is_plain and ids.shape[0] and is_summable(source):
+        if distinct is None:
+            distinct = 1 + int((ordered[1:] != ordered[:-1]).sum())
+        return SummedRows(*sum_by_compiled(ordered.long(), order, source, distinct=distinct))
+    found, counts = torch.unique_consecutive(ordered, return_counts=True)
+    factors = None if scale is None else scale.index_select(0, order)
     if entries is not None:
-        taken = entries.index_select(0, order)
-    else:
-        taken = order if width == 1 else order.div(width, rounding_mode="floor")
+        order = entries.index_select(0, order)
+    elif not is_plain and width > 1:
+        order = order.div(width, rounding_mode="floor")
     begins = counts.cumsum(0).sub_(counts)
-    sums = embed_bags(source, taken, begins, scale=None if scale is None else scale.index_select(0, order))
-    return SummedRows(distinct.long(), sums)
+    return SummedRows(found.long(), embed_bags(source, order, begins, scale=factors))
 
 
 def embed_bags(
@@ -123,6 +134,9 @@ def rows_of(gradient: Tensor) -> SummedRows:
 def add_row_gradients(left: SummedRows, right: SummedRows, shape: torch.Size) -> SummedRows:
     """Return the sum of two gradients of a table."""
     # Not the sum of two sparse tensors: whether that turns -0.0 into 0.0 depends on the memory layout of the two.
+    if left.values.dim() == 2 and is_summable(left.values):
+        values, others = left.values.contiguous(), right.values.contiguous()
+        return SummedRows(*merge_by_compiled(left.rows, values, right.rows, others))
     return _summed(torch.cat([left.rows, right.rows]), torch.cat([left.values, right.values]), shape)
 
 

@@ -138,7 +138,7 @@ class RowExchange:
             UnisonoError: Neither a step nor an evaluation is under way, or the exchange has failed.
         """
         table = self.tables[number]
-        ordered, order = ordered_ids(ids)
+        ordered, order, _ = ordered_ids(ids)
         distinct, inverse = torch.unique_consecutive(ordered, return_inverse=True)
         places = torch.empty_like(order).index_copy_(0, order, inverse)
         values = table.weight.new_empty((len(distinct), table.weight.shape[1]))
