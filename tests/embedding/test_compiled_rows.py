@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam, Table, TableOptimizer, Tables
+from unisono.embedding.compiled_sums import copy_by_compiled
 from unisono.embedding.id_order import ordered_ids
-from unisono.embedding.row_sums import embed_bags, sum_by_row
+from unisono.embedding.row_sums import SummedRows, add_row_gradients, embed_bags, rows_of, sum_by_row
 
 pytest.importorskip("llvmlite", reason="the extra `tables` is not installed")
 
@@ -158,8 +159,63 @@ def test_ids_are_sorted_as_torch_sorts_them(span):
     for n in (1, 2, 7, 1000, 9000):
         ids = torch.randint(0, span, (n,)) - 3
         ordered, order = torch.sort(ids, stable=True)
-        found = ordered_ids(ids)
-        assert torch.equal(found[0], ordered) and torch.equal(found[1], order)
+        for kind in (torch.int64, torch.int32) if span < 2**31 else (torch.int64,):
+            found = ordered_ids(ids.to(kind))
+            assert torch.equal(found.ids, ordered) and torch.equal(found.places, order)
+            assert found.distinct in {None, len(torch.unique(ids))}
+        within = ordered_ids(ids + 3, rows=span)  # with a bound, no id needs to be looked at
+        assert torch.equal(within.ids, ordered + 3) and torch.equal(within.places, order)
+        for width in (2, 5, n):
+            if n % width == 0:
+                assert torch.equal(ordered_ids(ids, width=width).places, order // width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", DIMS)
+def test_two_sums_are_added_up_as_one_after_the_other(dim, dtype):
+    torch.manual_seed(dim)
+
+    def some(count, most):
+        rows = torch.randperm(most)[:count].sort().values - 5
+        return SummedRows(rows, torch.randn(count, dim, dtype=dtype).where(torch.rand(count, 1) < 0.8, -0.0))
+
+    for n, m, most in ((0, 0, 9), (0, 4, 9), (5, 0, 9), (1, 1, 1), (30, 20, 40), (300, 300, 10**6), (7, 90, 100)):
+        left, right = some(n, most), some(m, most)
+        rows, values = add_row_gradients(left, right, torch.Size([2 * 10**6, dim]))
+        expected = sum_by_row(torch.cat([left.rows, right.rows]), torch.cat([left.values, right.values]))
+        assert torch.equal(rows, expected.rows) and torch.equal(values, expected.values)
+        assert torch.equal(torch.signbit(values), torch.signbit(expected.values))
+
+
+def test_gradients_whose_rows_do_not_ascend_are_added_up():
+    for indices, distinct in (([], []), ([3], [3]), ([1, 2, 5], [1, 2, 5]), ([1, 1], [1]), ([4, 2, 4], [2, 4])):
+        which = torch.tensor([indices], dtype=torch.int64)
+        values = torch.randn(len(indices), 3)
+        rows = rows_of(torch.sparse_coo_tensor(which, values, (9, 3), check_invariants=False))
+        assert rows.rows.tolist() == distinct
+        assert torch.equal(torch.zeros(9, 3).index_add_(0, *rows), torch.zeros(9, 3).index_add_(0, which[0], values))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", DIMS)
+def test_rows_are_copied_with_all_their_bits(dim, dtype):
+    table = torch.randn(ROWS, dim + 2, dtype=dtype)[:, 1 : dim + 1]
+    table[7], table[8] = -0.0, float("nan")
+    for which in (torch.arange(0), torch.tensor([7]), torch.randint(0, ROWS, (300,))):
+        copies = torch.empty(len(which), dim, dtype=dtype)
+        copy_by_compiled(table, which, copies)
+        assert copies.numpy().tobytes() == table[which].numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("ids", "where"), [([[1, 2], [40, 3]], "sample 1, position 0"), ([[-1]], "sample 0, position 0")]
+)
+def test_a_compiled_lookup_says_which_id_was_out_of_range(ids, where):
+    tables = Tables({"item": Table(rows=ROWS, dim=4, pooling="sum", optimizer=SGD(lr=0.1))})
+    with pytest.raises(IndexError, match=f"table 'item' has ids 0 to 39, and id .* was looked up at {where}"):
+        tables["item"](torch.tensor(ids))
+    with pytest.raises(IndexError, match="looked up at position 3, in bag 1"):
+        tables["item"](torch.tensor([1, 2, 3, 99]), torch.tensor([0, 2]))
 
 
 def test_the_compiler_is_imported_when_a_table_is_first_used(fork_python, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.engine import StepTransaction
-from unisono.engine.all_gather_v import next_part, packed_nbytes, write_parts
+from unisono.engine.all_gather_v import MessageReader, packed_nbytes, write_parts
 from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
 from unisono.engine.shared.shared_runtime import SharedRuntime
 
@@ -18,9 +18,9 @@ def _parts(count):
 def test_parts_are_read_as_they_were_written():
     message = torch.zeros(packed_nbytes(_parts(5)) + 3, dtype=torch.uint8)
     write_parts(_parts(5), message)
+    reader = MessageReader(message)
     for part in _parts(5):
-        found, message = next_part(message, part.dtype, part.numel())
-        assert torch.equal(found, part)
+        assert torch.equal(reader.next(part.dtype, part.numel()), part)
 
 
 @pytest.fixture
@@ -40,7 +40,8 @@ def test_all_see_all_messages_which_may_grow(ranks, run_threads):
         for count in (2, 1, 200, 7):
             gather.post(_parts(count + rank))
             step.passed = runtime.barrier("", step)
-            found.append([next_part(m, torch.int64, count + k)[0].tolist() for k, m in enumerate(gather.collect(step))])
+            messages = enumerate(gather.collect(step))
+            found.append([MessageReader(m).next(torch.int64, count + k).tolist() for k, m in messages])
             runtime.barrier("", step)
         return found
 

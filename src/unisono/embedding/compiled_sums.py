@@ -13,11 +13,13 @@ from torch import Tensor
 
 from unisono.embedding.compiled_rows import is_compilable
 from unisono.embedding.compiler import CompiledFunction
-from unisono.embedding.id_sort_code import order_code
-from unisono.embedding.row_sum_code import MOST_POOLED, bags_code, merge_code, sum_code
+from unisono.embedding.id_sort_code import ascending_code, order_code
+from unisono.embedding.row_sum_code import MOST_POOLED, bags_code, gather_code, merge_code, sum_code
 
 __all__ = [
     "SORTED_AT_ONCE",
+    "ascend_by_compiled",
+    "copy_by_compiled",
     "is_poolable",
     "is_summable",
     "merge_by_compiled",
@@ -33,6 +35,26 @@ SORTED_AT_ONCE = 11
 def is_summable(source: Tensor) -> bool:
     """Return True if there are compiled functions for sums of rows. `torch.compile` traces operations of torch."""
     return is_compilable(source) and not torch.compiler.is_compiling()
+
+
+def ascend_by_compiled(ids: Tensor) -> bool:
+    """Return True if ids ascend and none is repeated: [n], int64, contiguous, on a CPU. There must be a compiler."""
+    n = ids.shape[0]
+    return n < 2 or bool(_ascending_function().call(n, ids.data_ptr()) == n)
+
+
+def copy_by_compiled(table: Tensor, which: Tensor, copies: Tensor) -> None:
+    """Copy rows, as `torch.index_select` does, in a third of its time where they are not in the cache.
+
+    Args:
+        table: [rows, dim], for which `is_compilable` is true; the numbers of a row side by side.
+        which: The rows, [n], int64, contiguous. They exist.
+        copies: Gets them, [n, dim], contiguous.
+    """
+    n, dim = copies.shape
+    if n:
+        function = _gather_function(table.itemsize, dim)
+        function.call(n, which.data_ptr(), table.data_ptr(), table.stride(0), copies.data_ptr())
 
 
 def order_by_compiled(ids: Tensor, *, least: int, bits: int, width: int = 1) -> tuple[Tensor, Tensor, int]:
@@ -51,7 +73,8 @@ def order_by_compiled(ids: Tensor, *, least: int, bits: int, width: int = 1) -> 
     n, ids = ids.shape[0], ids.contiguous()
     passes = -(-bits // SORTED_AT_ONCE)
     digit = -(-bits // max(passes, 1))
-    a, b, counts = ids.new_empty((2 * n + (1 << digit) + 1,), dtype=torch.int64).split((n, n, (1 << digit) + 1))
+    memory = ids.new_empty(2 * n + (1 << digit) + 1, dtype=torch.int64)
+    a, b, counts = torch.split(memory, [n, n, (1 << digit) + 1])
     count = _order_function(passes, ids.itemsize).call(
         n,
         ids.data_ptr(),
@@ -158,6 +181,16 @@ def pool_by_compiled(weight: Tensor, ids: Tensor, begins: Tensor) -> Tensor:
     if done != n:
         raise IndexError(f"row {int(ids[done])} is looked up, and there are {len(weight)}")
     return sums
+
+
+@cache
+def _ascending_function() -> CompiledFunction:
+    return CompiledFunction("ascending", ascending_code(), arguments=2)
+
+
+@cache
+def _gather_function(itemsize: int, dim: int) -> CompiledFunction:
+    return CompiledFunction("gather", gather_code(itemsize=itemsize, dim=dim), arguments=5)
 
 
 @cache

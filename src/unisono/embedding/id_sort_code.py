@@ -1,4 +1,4 @@
-"""Text of the compiled function that puts ids in order, and says where each of them was."""
+"""Texts of compiled functions that put ids in order, and say where each of them was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,27 @@ from collections.abc import Sequence
 
 from unisono.embedding.vector_code import Code, Numbers
 
-__all__ = ["order_code"]
+__all__ = ["ascending_code", "order_code"]
+
+
+def ascending_code() -> str:
+    """Return the text of the function that counts how many of the first of n ids ascend strictly.
+
+    It is called `ascending` and has the arguments n, at least 1, and the ids, of 64 bits. It returns n if all do.
+    """
+    code = Code("ascending", [("n", "i64"), ("ids", "ptr")], itemsize=4)
+    code.choose(code.let("icmp slt i64 %n, 2"), lambda: None, lambda: _compare_pairs(code))
+    code.end("%n")
+    return code.text()
+
+
+def _compare_pairs(code: Code) -> None:
+    def entry(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
+        before = code.integer("%ids", code.let(f"sub i64 {index}, 1"))
+        code.need(code.let(f"icmp slt i64 {before}, {code.integer('%ids', index)}"), index)
+        return carried
+
+    code.repeat(1, "%n", entry)
 
 
 def order_code(*, passes: int, id_nbytes: int) -> str:

@@ -71,14 +71,16 @@ def range_by_sample(owner: int, owners: int, lists: Sequence[Tensor]) -> tuple[i
     Returns:
         The bounds; None if the owner has no row.
     """
-    total = sum(map(len, lists))
+    total = sum([rows.shape[0] for rows in lists])
     owners = min(owners, max(total // _LEAST_ENTRIES, 1))
     if owner >= owners:
         return None
     sample: list[int] = []
     if owners > 1:
         stride = max(total // (_SAMPLED * owners), 1)
-        sample = sorted(row for rows in lists for row in rows[::stride].tolist())
+        for rows in lists:
+            sample += rows[::stride].tolist()
+        sample.sort()
     start = sample[len(sample) * owner // owners] if owner else None
     stop = sample[len(sample) * (owner + 1) // owners] if owner + 1 < owners else None
     return start, stop

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from unisono.embedding.vector_code import LANES, Code, Numbers
 
-__all__ = ["MOST_POOLED", "bags_code", "merge_code", "sum_code"]
+__all__ = ["MOST_POOLED", "bags_code", "gather_code", "merge_code", "sum_code"]
 
 MOST_POOLED = 8 * LANES
 """The longest rows of `bags_code`, whose sums are in registers."""
@@ -15,9 +15,9 @@ MOST_POOLED = 8 * LANES
 def sum_code(*, itemsize: int, dim: int) -> str:
     """Return the text of the function that adds up the rows of equal ids.
 
-    It is called `sum` and has the arguments n, the ids in ascending order, the row that each takes, the rows, an integer
-    that is 0, and memory for the distinct ids and for their sums. It returns n, and leaves the number of distinct ids in
-    the integer.
+    It is called `sum` and has the arguments n, the ids in ascending order, the row that each takes, the rows, an
+    integer that is 0, and memory for the distinct ids and for their sums. It returns n, and leaves the number of
+    distinct ids in the integer.
 
     Args:
         itemsize: The bytes of a number.
@@ -127,6 +127,39 @@ def _either(code: Code, condition: str, yes: tuple[str, str], no: tuple[str, str
     """Return the array and the index of one of two integers."""
     array = code.let(f"select i1 {condition}, ptr {yes[0]}, ptr {no[0]}")
     return array, code.let(f"select i1 {condition}, i64 {yes[1]}, i64 {no[1]}")
+
+
+def gather_code(*, itemsize: int, dim: int) -> str:
+    """Return the text of the function that copies rows of a table.
+
+    It is called `gather` and has the arguments n, at least 1, the rows to copy, the table with the distance of its
+    rows, and memory for the copies. It returns n.
+
+    Args:
+        itemsize: The bytes of a number.
+        dim: The numbers of a row.
+    """
+    arguments = [("n", "i64"), ("which", "ptr"), ("table", "ptr"), ("stride", "i64"), ("copies", "ptr")]
+    code = Code("gather", arguments, itemsize=itemsize)
+    last = code.let("sub i64 %n, 1")
+
+    def row(index: str) -> str:
+        return code.place("%table", code.times(code.integer("%which", index), "%stride"))
+
+    def entry(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
+        code.fetch(row(code.ahead(index, last, dim * itemsize)), dim)
+        source, to = row(index), code.place("%copies", code.times(index, dim))
+
+        def copy(at: str | int, lanes: int, total: Numbers) -> Numbers:
+            code.write(to, at, code.read(source, at, lanes))
+            return total
+
+        code.over_row(dim, copy)
+        return carried
+
+    code.repeat(0, "%n", entry)
+    code.end("%n")
+    return code.text()
 
 
 def bags_code(*, itemsize: int, dim: int, id_nbytes: int) -> str:

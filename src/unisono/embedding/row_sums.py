@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unisono.coo_tensor import make_coo
 from unisono.embedding.compiled_sums import (
+    ascend_by_compiled,
     is_poolable,
     is_summable,
     merge_by_compiled,
@@ -39,6 +40,8 @@ class SummedRows(NamedTuple):
 
     def within(self, start: int | None, stop: int | None) -> SummedRows:
         """Return the entries of rows start <= row < stop, as views; None is no bound."""
+        if start is None and stop is None:
+            return self
         first, last = (
             default if bound is None else int(torch.searchsorted(self.rows, bound))
             for bound, default in ((start, 0), (stop, len(self.rows)))
@@ -62,7 +65,7 @@ def sum_by_row(
         source: [m, dim], contiguous, with the values to add.
         entries: The row of `source` that each entry takes, [n]; None: the entry of number i takes row i // width.
         scale: A factor for each entry, [n].
-        width: The number of entries in turn that take the same row, without `entries`; all entries are a multiple of it.
+        width: The number of entries in turn that take the same row, without `entries`; n is a multiple of it.
         below: A number above all ids, none of which is negative; None: ids may have any value.
 
     Returns:
@@ -107,7 +110,7 @@ def embed_bags(
         scale: A factor for each id, [n]; for sums only.
         padding: An id that counts as none.
     """
-    if not mean and scale is None and padding is None and is_poolable(weight):
+    if not mean and scale is None and padding is None and ids.device == weight.device and is_poolable(weight):
         return pool_by_compiled(weight, ids, begins)
     outputs = torch.embedding_bag(weight, ids, begins, False, int(mean), False, scale, False, padding)
     pooled: Tensor = outputs[0]
@@ -126,9 +129,15 @@ def rows_of(gradient: Tensor) -> SummedRows:
     """
     indices, values = gradient._indices()[0], gradient._values()
     # Autograd does not keep the mark of what is coalesced.
-    if gradient.is_coalesced() or bool((indices[1:] > indices[:-1]).all()):
+    if gradient.is_coalesced() or _ascend(indices, values):
         return SummedRows(indices, values)
     return _summed(indices, values, gradient.shape)
+
+
+def _ascend(indices: Tensor, values: Tensor) -> bool:
+    if values.dim() == 2 and indices.is_contiguous() and is_summable(values):
+        return ascend_by_compiled(indices)
+    return bool((indices[1:] > indices[:-1]).all())
 
 
 def add_row_gradients(left: SummedRows, right: SummedRows, shape: torch.Size) -> SummedRows:

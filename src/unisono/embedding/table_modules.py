@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from unisono.embedding.compiled_sums import is_poolable
 from unisono.embedding.growth import resize
 from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.id_checks import check_ids, check_offsets
@@ -122,7 +123,15 @@ class BagTable(nn.EmbeddingBag):
             IndexError: An id is out of range.
             ValueError: Shapes do not fit each other, or offsets do not ascend.
         """
-        bags = self._bags(input, offsets)
+        # The compiled function checks each id that it reads; what it refuses is checked again, for the message.
+        is_checked = (
+            per_sample_weights is None
+            and self.rows is None
+            and self.padding_idx is None
+            and self.mode == "sum"
+            and is_poolable(self.weight)
+        )
+        bags = self._bags(input, offsets, rows=None if is_checked else self.table.rows)
         mode = cast(Literal["sum", "mean"], self.mode)
         scale = per_sample_weights
         if scale is not None:
@@ -135,15 +144,19 @@ class BagTable(nn.EmbeddingBag):
                 )
             scale = scale.reshape(-1).to(self.weight.dtype)
         if self.rows is None:
-            return pool(self.weight, bags, scale, mode=mode, padding=self.padding_idx)
+            try:
+                return pool(self.weight, bags, scale, mode=mode, padding=self.padding_idx)
+            except IndexError:
+                check_ids(self.name, input, rows=self.table.rows, begins=None if offsets is None else bags.begins)
+                raise
         bags = bags.of_int64()
         if self.padding_idx is not None:
             bags, scale = bags.without(self.padding_idx, scale)
         locate: Locate = partial(self.rows.locate, self.weight.detach())
         return pool(self.weight, bags, scale, mode=mode, padding=None, locate=locate)
 
-    def _bags(self, ids: Tensor, offsets: Tensor | None) -> Bags:
-        rows = self.table.rows
+    def _bags(self, ids: Tensor, offsets: Tensor | None, *, rows: int | None) -> Bags:
+        """Return the bags of a lookup; None for rows: any id is in range."""
         if not isinstance(ids, Tensor) or ids.dim() == 2:
             check_ids(self.name, ids, rows=rows)
             if offsets is not None:

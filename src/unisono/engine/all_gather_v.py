@@ -18,7 +18,7 @@ from unisono.collectives.world import World
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan.alignment import WIRE_NBYTES, align_up
 
-__all__ = ["AllGatherV", "GroupAllGatherV", "GroupAllToAllV", "next_part", "packed_nbytes", "write_parts"]
+__all__ = ["AllGatherV", "GroupAllGatherV", "GroupAllToAllV", "MessageReader", "packed_nbytes", "write_parts"]
 
 
 class AllGatherV(Protocol):
@@ -48,10 +48,22 @@ def write_parts(parts: Sequence[Tensor], place: Tensor) -> None:
         offset += align_up(nbytes, WIRE_NBYTES)
 
 
-def next_part(message: Tensor, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
-    """Return the first vector of a message and the rest of the message, both as views."""
-    nbytes = numel * dtype.itemsize
-    return message[:nbytes].view(dtype), message[align_up(nbytes, WIRE_NBYTES) :]
+class MessageReader:
+    """Reads the vectors of a message in order.
+
+    Args:
+        message: What `write_parts` has written, and maybe more behind it.
+    """
+
+    def __init__(self, message: Tensor) -> None:
+        self._message, self._offset = message, 0
+
+    def next(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """Return the next vector, a view of the message."""
+        nbytes = numel * dtype.itemsize
+        part = self._message.narrow(0, self._offset, nbytes).view(dtype)
+        self._offset += align_up(nbytes, WIRE_NBYTES)
+        return part
 
 
 class GroupAllGatherV:

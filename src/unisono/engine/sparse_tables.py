@@ -20,7 +20,7 @@ from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.row_owners import RowOwners, range_by_sample
 from unisono.embedding.row_sums import SummedRows, add_row_gradients, row_gradient, rows_of
 from unisono.embedding.table_optimizer import TableOptimizer
-from unisono.engine.all_gather_v import AllGatherV, GroupAllToAllV, next_part
+from unisono.engine.all_gather_v import AllGatherV, GroupAllToAllV, MessageReader
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
 from unisono.engine.node_sums import Gradients, NodeSum, take
@@ -60,6 +60,8 @@ def check_optimizers(optimizer: Optimizer, dense: Trained, sparse: Trained) -> N
     """Raise ValueError if one of torch's optimizers would refuse its gradients in the middle of an update."""
     parts = parts_of(optimizer)
     for part in parts:
+        if type(part) is TableOptimizer:  # it refuses no gradient of a table, and has no other parameters
+            continue
         if len(parts) == 1:
             _check(part, dense, sparse)
         else:
@@ -202,13 +204,13 @@ class TableSums:
         if not self.tables.names:
             return
         exchange = self._all_gather if self._all_to_all is None else self._all_to_all
-        if exchange is None:
-            (own,) = self._sums
-            found = {own.node: own.total()}
-        else:
-            nodes = self._layout.nodes
-            messages = zip(nodes, exchange.collect(step), strict=True)
-            found = {node: sums for of_rank, message in messages for node, sums in self._read(message, of_rank)}
+        found: dict[Node, _Sums] = {}
+        messages: Sequence[Tensor | None] = [None] if exchange is None else exchange.collect(step)
+        for rank, (nodes, message) in enumerate(zip(self._layout.nodes, messages, strict=True)):
+            if message is None or (rank == self._rank and self._all_to_all is None):  # it need not be read again
+                found.update((own.node, own.total()) for own in self._sums)
+            else:
+                found.update(self._read(message, nodes))
         self._sums = []
         tables = range(len(self.tables.names))
         self._parts = [
@@ -323,8 +325,8 @@ class TableSums:
     def _read(self, message: Tensor, nodes: Sequence[Node]) -> list[tuple[Node, _Sums]]:
         """Return a rank's sums by node, as views of its message where devices are the same."""
         tables = self.tables.parameters
-        counts, message = next_part(message, torch.int64, len(nodes) * len(tables))
-        left = iter(counts.tolist())
+        reader = MessageReader(message)
+        left = iter(reader.next(torch.int64, len(nodes) * len(tables)).tolist())
         found: list[tuple[Node, _Sums]] = []
         for node in nodes:
             sums: _Sums = []
@@ -333,10 +335,11 @@ class TableSums:
                 if count < 0:
                     sums.append(None)
                     continue
-                indices, message = next_part(message, torch.int64, count)
-                values, message = next_part(message, p.dtype, count * p.shape[1:].numel())
-                indices, values = (part.to(p.device) for part in (indices, values))
-                sums.append(SummedRows(indices, values.view(count, *p.shape[1:])))
+                indices = reader.next(torch.int64, count)
+                values = reader.next(p.dtype, count * p.shape[1:].numel()).view(count, *p.shape[1:])
+                if p.device != message.device:
+                    indices, values = indices.to(p.device), values.to(p.device)
+                sums.append(SummedRows(indices, values))
             found.append((node, sums))
         return found
 

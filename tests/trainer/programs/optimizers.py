@@ -166,11 +166,27 @@ def forgotten():
     return trainer.digest()
 
 
+def switched():
+    """Momentum is put on and off between steps, and so are decay and a rate in a tensor."""
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    (group,) = optimizer.param_groups
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, engine=ENGINE, progress=False)
+    changes = [{}, {"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0}, {"weight_decay": 0}, {"momentum": 0.5}]
+    for _ in trainer.epochs(9, max_steps=8):
+        for batch in trainer.batches(data(), batch_size=20):
+            group.update([*changes, {"momentum": 0.0, "lr": torch.tensor(0.02)}, {"lr": 0.03}][trainer.steps_done])
+            trainer.step(loss, batch)
+    return trainer.digest()
+
+
 VARIANTS = {
     **{
         f"{kind.__name__} {' '.join(options)}".strip(): partial(train, partial(kind, lr=0.01, **options))
         for kind, options in [
             (optim.SGD, {}),
+            (optim.SGD, {"maximize": True}),
+            (optim.SGD, {"weight_decay": 0.1, "foreach": True}),
             (optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
             (optim.SGD, {"momentum": 0.9, "fused": True}),
             (optim.Adam, {}),
@@ -206,6 +222,7 @@ VARIANTS = {
     "loaded": partial(loaded, optim.NAdam),
     "loaded, fused": partial(loaded, partial(optim.AdamW, fused=True)),
     "forgotten, fused": forgotten,
+    "SGD, switched": switched,
     "groups, schedule, fused": lambda: train(
         partial(grouped, fused=True),
         schedule=lambda o: optim.lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=9, cycle_momentum=True),

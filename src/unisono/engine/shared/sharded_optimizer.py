@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.shared.fused_adam import FusedAdam
 from unisono.engine.shared.partition import Piece
+from unisono.engine.shared.plain_sgd import PlainSGD
 
 __all__ = ["ShardedOptimizer", "is_divisible", "is_elementwise"]
 
@@ -81,12 +82,17 @@ class ShardedOptimizer:
         step: Any = type(optimizer).step
         # Without torch's wrapper, which calls hooks: those are called once, for the user's optimizer.
         self._step: Any = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._fused = FusedAdam(places, members, self.state) if FusedAdam.knows(optimizer, self._step) else None
+        self._short: FusedAdam | PlainSGD | None = None
+        """Does the usual step with less work around it."""
+        if FusedAdam.knows(optimizer, self._step):
+            self._short = FusedAdam(places, members, self.state)
+        elif PlainSGD.knows(optimizer, self._step):
+            self._short = PlainSGD(places, members)
 
     def forget(self) -> None:
         """Drop cached tensors of the state, which have been or will be replaced by others."""
-        if self._fused is not None:
-            self._fused.forget()
+        if self._short is not None:
+            self._short.forget()
 
     def step(
         self,
@@ -103,9 +109,9 @@ class ShardedOptimizer:
             used: For each parameter, True if it is used.
             found_inf: For optimizers that check it and skip a step where it is 1.
         """
-        if self._fused is not None and found_inf is None:
+        if self._short is not None and found_inf is None:
             of_pieces = [used[piece.parameter] for piece in self.pieces]
-            if self._fused.step(groups, gradients, of_pieces):
+            if self._short.step(groups, gradients, of_pieces):
                 return False
         self.forget()
         if self._is_whole or gradients is not self._gradients or used != self._used:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.embedding.compiled_rows import is_compilable
+from unisono.embedding.compiled_sums import copy_by_compiled
 from unisono.engine.shared.optimizer_update import OptimizerUpdate
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.step_transaction import StepTransaction
@@ -52,6 +54,10 @@ class TableBackup:
         self._headers: Sequence[memoryview] = ()
         """For each rank and table, the number of rows in the slot, and 1 if it has their state."""
         self._header_nbytes = aligned(16 * len(tables))
+        self._sized: list[bool] = []
+        """For each table, True if `_sizes` counts its state."""
+        self._sizes: list[list[int]] = []
+        """For each table, the bytes of a row in each of its stores."""
 
     def reserve(self, entries: Sequence[int], step: StepTransaction) -> None:
         """Make slots for as many rows of each table, unless they are large enough. Every rank must call it.
@@ -60,11 +66,16 @@ class TableBackup:
             entries: The most rows of each table that one rank may write, equal on all ranks.
             step: The step under way.
         """
-        nbytes = self._header_nbytes + sum(
-            aligned(8 * count) + sum(aligned(count * _row_nbytes(store)) for store in self._stores(i, with_state=True))
-            for i, count in enumerate(entries)
-            if count
-        )
+        have_state = [self._has_state(i) for i in range(len(self._tables))]
+        if have_state != self._sized:
+            self._sized = have_state
+            self._sizes = [
+                [_row_nbytes(s) for s in self._stores(i, with_state=has)] for i, has in enumerate(have_state)
+            ]
+        nbytes = self._header_nbytes
+        for count, sizes in zip(entries, self._sizes, strict=True):
+            if count:
+                nbytes += aligned(8 * count) + sum([aligned(count * size) for size in sizes])
         if nbytes <= self._capacity:
             return
         capacity = 1 << nbytes.bit_length()
@@ -90,10 +101,10 @@ class TableBackup:
             self._headers[rank][2 * i] = 0 if gradient is None else gradient._nnz()
             self._headers[rank][2 * i + 1] = self._has_state(i)
         for copied, gradient in zip(self._copies(rank), _present(gradients), strict=True):
-            indices = gradient._indices()[0]
+            indices = gradient._indices()[0].contiguous()
             copied.rows.copy_(indices)
             for store, copy in copied.stores:
-                torch.index_select(store, 0, indices, out=copy)
+                _copy_rows(store, indices, copy)
 
     def restore(self, rank: int) -> None:
         """Put back the rows that a rank copied last."""
@@ -135,6 +146,13 @@ class TableBackup:
 
 def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None and gradient._nnz()]
+
+
+def _copy_rows(store: Tensor, which: Tensor, copies: Tensor) -> None:
+    if store.dim() == 2 and store.stride(1) == 1 and is_compilable(store):
+        copy_by_compiled(store, which, copies)
+    else:
+        torch.index_select(store, 0, which, out=copies)
 
 
 def _row_nbytes(store: Tensor) -> int:
