@@ -15,10 +15,13 @@ from torch import Tensor
 
 from unisono.collectives.freed_wait import run_collective
 from unisono.collectives.world import World
+from unisono.engine.message_exchange import MessageExchange
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan.alignment import WIRE_NBYTES, align_up
 
 __all__ = ["AllGatherV", "GroupAllGatherV", "GroupAllToAllV", "MessageReader", "packed_nbytes", "write_parts"]
+
+_MOST_SLOT_NBYTES = 256 << 10
 
 
 class AllGatherV(Protocol):
@@ -93,16 +96,14 @@ class GroupAllGatherV:
 
 
 class GroupAllToAllV:
-    """Sends a message to each rank through the process group: first all lengths, then the messages.
+    """Sends a message to each rank through the process group; see `MessageExchange` for the traffic.
 
     Its calls are those of `AllGatherV`, but for what `post` takes.
     """
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._exchange = MessageExchange(size=world.size, rank=world.rank, group=world.group, most=_MOST_SLOT_NBYTES)
         self._parts: Sequence[Sequence[Tensor]] = ()
-        self.sent_nbytes = 0
-        """The bytes that the last messages of this rank to others had."""
 
     def post(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Store the messages until `collect` sends them: for each rank some vectors."""
@@ -110,16 +111,9 @@ class GroupAllToAllV:
 
     def collect(self, step: StepTransaction) -> Sequence[Tensor]:
         """Send the messages, and return one of each rank. Every rank must call it, after `post`."""
-        sizes = [packed_nbytes(parts) for parts in self._parts]
-        own = torch.tensor(sizes)
-        theirs = torch.empty_like(own)
-        dist.all_to_all_single(theirs, own, group=self._world.group)
-        message = torch.empty(sum(sizes), dtype=torch.uint8)
-        for parts, place in zip(self._parts, torch.split(message, sizes), strict=True):
-            write_parts(parts, place)
+        messages = []
+        for parts in self._parts:
+            write_parts(parts, message := torch.empty(packed_nbytes(parts), dtype=torch.uint8))
+            messages.append(message)
         self._parts = ()
-        lengths: list[int] = theirs.tolist()
-        received = torch.empty(sum(lengths), dtype=torch.uint8)
-        dist.all_to_all_single(received, message, lengths, sizes, group=self._world.group)
-        self.sent_nbytes = sum(sizes) - sizes[self._world.rank]
-        return torch.split(received, lengths)
+        return self._exchange.exchange(messages)[1]

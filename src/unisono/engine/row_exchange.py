@@ -1,7 +1,7 @@
 """Lookups in tables whose rows are divided over ranks: rows of others come in rounds in which all ranks take part.
 
-Within a step, an evaluation or a prediction, a rank that needs rows of others begins a round: ranks tell each other how
-many they ask for, then which, then send the rows. Ranks need not look up equally often. One that is through with its
+Within a step, an evaluation or a prediction, a rank that needs rows of others begins a round: ranks tell each other
+which they ask for, then send the rows. Ranks need not look up equally often. One that is through with its
 samples, or has failed, answers the others in further rounds until all are through (`RowExchange.drain`). What has come
 is kept until the next step, since rows do not change within one. Start reading at `RowExchange.look_up`.
 """
@@ -22,6 +22,7 @@ from unisono.collectives.world import World
 from unisono.embedding.id_order import ordered_ids
 from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.row_owners import RowOwners
+from unisono.engine.message_exchange import MessageExchange
 from unisono.errors import UnisonoError
 from unisono.job.current import confirm_group
 from unisono.job.user_function import uncounted_collectives
@@ -30,6 +31,8 @@ __all__ = ["DividedTable", "FetchedRows", "RowExchange"]
 
 _MOST_NBYTES = 64 << 20
 """The rows of others that an evaluation keeps."""
+_MOST_SLOT_NBYTES = 32 << 10
+"""A rank that is through with its samples sends empty slots in the rounds of others."""
 _NOTHING = -1
 """Stands for the number of a table in the message of a rank that asks for no rows."""
 
@@ -111,6 +114,9 @@ class RowExchange:
     def __init__(self, world: World, tables: Sequence[DividedTable]) -> None:
         self._world, self.tables = world, tables
         self._group = dist.new_group(timeout=timedelta(seconds=world.timeout_s))
+        self._requests = MessageExchange(
+            size=world.size, rank=world.rank, group=self._group, most=_MOST_SLOT_NBYTES, notes=2
+        )
         self._fetched = [FetchedRows(table.weight) for table in tables]
         self._is_open = self._keeps = self._is_broken = False
         self.steps = 0
@@ -199,26 +205,21 @@ class RowExchange:
     def _exchanged(self, number: int, ids: Tensor, owners: Tensor) -> tuple[bool, Tensor]:
         size, rank = self._world.size, self._world.rank
         order = torch.argsort(owners, stable=True)
-        counts = torch.bincount(owners, minlength=size)
-        own = torch.cat([torch.tensor([int(self._is_open), number]), counts])
-        heads = [torch.empty_like(own) for _ in range(size)]
-        run_collective(dist.all_gather, heads, own, group=self._group)
-        told: list[list[int]] = torch.stack(heads).tolist()
-        row_nbytes = [0 if each[1] == _NOTHING else self.tables[each[1]].row_nbytes for each in told]
-        is_done = not any(each[0] for each in told)
+        wanted: list[int] = torch.bincount(owners, minlength=size).tolist()
+        requests = torch.split(ids.index_select(0, order).view(torch.uint8), [8 * count for count in wanted])
+        told, asked = self._requests.exchange(requests, (int(self._is_open), number))
+        row_nbytes = [0 if of_rank == _NOTHING else self.tables[of_rank].row_nbytes for _, of_rank in told]
+        is_done = not any(is_open for is_open, _ in told)
         if not any(row_nbytes):
             return is_done, torch.empty(0)
-        wanted, asked = told[rank][2:], [each[2 + rank] for each in told]
-        theirs = torch.empty(sum(asked), dtype=torch.int64)
-        dist.all_to_all_single(theirs, ids.index_select(0, order), asked, wanted, group=self._group)
-        sent = [count * nbytes for count, nbytes in zip(asked, row_nbytes, strict=True)]
+        sent = [len(of_rank) // 8 * nbytes for of_rank, nbytes in zip(asked, row_nbytes, strict=True)]
         answer = torch.empty(sum(sent), dtype=torch.uint8)
-        for place, of_rank, head in zip(torch.split(answer, sent), torch.split(theirs, asked), told, strict=True):
-            if len(of_rank):
-                place.copy_(self.tables[head[1]].read(of_rank).view(-1).view(torch.uint8))
+        for place, of_rank, (_, theirs) in zip(torch.split(answer, sent), asked, told, strict=True):
+            if len(of_rank):  # of 8 bytes for each row
+                place.copy_(self.tables[theirs].read(of_rank.view(torch.int64)).view(-1).view(torch.uint8))
         received = torch.empty(sum(wanted) * row_nbytes[rank], dtype=torch.uint8)
         taken = [count * row_nbytes[rank] for count in wanted]
-        dist.all_to_all_single(received, answer, taken, sent, group=self._group)
+        run_collective(dist.all_to_all_single, received, answer, taken, sent, group=self._group)
         self.sent_nbytes += ids.nbytes + sum(sent)
         if number == _NOTHING:
             return is_done, received

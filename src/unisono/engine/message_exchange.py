@@ -1,0 +1,100 @@
+"""All-to-all of messages of any size, in one collective where they are about as long as the last ones.
+
+Ranks do not know how much the others will send. To tell them first takes a collective of its own, and each one takes
+the latency of the network, which is most of the time of short ones. So each message travels in a slot of a fixed
+length, behind the lengths of all messages of its sender, and what does not fit follows in a second collective. The
+slots of the next exchange are as long as the longest message of this one, which all ranks have been told, and an eighth
+more; and not much shorter than those of this one, since long and short messages may take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.collectives.freed_wait import run_collective
+from unisono.plan.alignment import WIRE_NBYTES, align_up
+
+__all__ = ["MessageExchange", "next_slot"]
+
+
+def next_slot(slot: int, longest: int, most: int) -> int:
+    """Return the length of the slots of the next exchange.
+
+    Args:
+        slot: The length of those of this one.
+        longest: The length of the longest message in this one.
+        most: The greatest length.
+
+    >>> next_slot(0, 100, 4096), next_slot(4096, 100, 4096), next_slot(128, 10**6, 4096)
+    (128, 3584, 4096)
+    """
+    return min(align_up(max(longest + longest // 8, slot - slot // 8), WIRE_NBYTES), most)
+
+
+class MessageExchange:
+    """Exchanges messages among the ranks of a group. Every rank must make it.
+
+    Traffic: the messages to other ranks, their lengths (8 bytes for each pair of ranks, to each rank), the notes, and
+    what is left free in slots.
+
+    Args:
+        size: The number of ranks.
+        rank: This rank.
+        group: The process group, on CPUs; None: the default one.
+        most: The greatest length of a slot in bytes. It bounds what is sent in vain.
+        notes: How many numbers each rank tells all others.
+    """
+
+    def __init__(self, *, size: int, rank: int, group: dist.ProcessGroup | None, most: int, notes: int = 0) -> None:
+        self._size, self._rank, self._group, self._most, self._notes = size, rank, group, most, notes
+        self._head_nbytes = align_up(8 * (notes + size), WIRE_NBYTES)
+        self._slot = 0
+
+    def exchange(self, messages: Sequence[Tensor], notes: Sequence[int] = ()) -> tuple[list[list[int]], list[Tensor]]:
+        """Send a message to each rank, and receive one of each. Every rank must call it.
+
+        Args:
+            messages: The message to each rank, [n], uint8, contiguous. If all lengths are multiples of 16, so is the
+                place in memory where each begins that comes.
+            notes: What this rank tells all ranks.
+
+        Returns:
+            The notes of each rank, and the message of each.
+        """
+        size, head_nbytes, slot = self._size, self._head_nbytes, self._slot
+        lengths = [message.shape[0] for message in messages]
+        given = torch.empty((size, head_nbytes + slot), dtype=torch.uint8)
+        given[:, : 8 * (self._notes + size)] = torch.tensor([*notes, *lengths]).view(torch.uint8)
+        for place, message, length in zip(given, messages, lengths, strict=True):
+            if length and slot:
+                place[head_nbytes : head_nbytes + length] = message[:slot]
+        got = torch.empty_like(given)
+        run_collective(dist.all_to_all_single, got.view(-1), given.view(-1), group=self._group)
+        heads: list[list[int]] = got[:, : 8 * (self._notes + size)].contiguous().view(torch.int64).tolist()
+        of_all = [head[self._notes :] for head in heads]
+        theirs = [of_rank[self._rank] for of_rank in of_all]
+        bodies = got[:, head_nbytes:]
+        longest = max(map(max, of_all))
+        if longest > slot:
+            found = self._with_rests(messages, bodies, theirs)
+        else:
+            found = [body[:length] for body, length in zip(bodies, theirs, strict=True)]
+        self._slot = next_slot(slot, longest, self._most)
+        return [head[: self._notes] for head in heads], found
+
+    def _with_rests(self, messages: Sequence[Tensor], bodies: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Exchange what has not fitted, and return the whole messages."""
+        slot = self._slot
+        rests = [message[slot:] for message in messages]
+        missing = [max(length - slot, 0) for length in lengths]
+        received = torch.empty(sum(missing), dtype=torch.uint8)
+        sent = [rest.shape[0] for rest in rests]
+        run_collective(dist.all_to_all_single, received, torch.cat(rests), missing, sent, group=self._group)
+        if not slot:
+            return list(torch.split(received, missing))
+        parts = zip(bodies, torch.split(received, missing), lengths, strict=True)
+        return [torch.cat([body[:length], rest]) for body, rest, length in parts]
