@@ -203,7 +203,7 @@ def test_rows_are_copied_with_all_their_bits(dim, dtype):
     table[7], table[8] = -0.0, float("nan")
     for which in (torch.arange(0), torch.tensor([7]), torch.randint(0, ROWS, (300,))):
         copies = torch.empty(len(which), dim, dtype=dtype)
-        copy_by_compiled(table, which, copies)
+        copy_by_compiled(table, which, copies.data_ptr())
         assert copies.numpy().tobytes() == table[which].numpy().tobytes()
 
 

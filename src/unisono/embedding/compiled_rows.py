@@ -46,7 +46,7 @@ def is_compilable(weight: Tensor) -> bool:
     """Return True if there is a compiled function for a table, or for rows."""
     return (
         weight.dtype in _DTYPES
-        and weight.device.type == "cpu"
+        and weight.is_cpu
         and type(weight) in _WITH_MEMORY
         and weight.shape[1] > 0
         and has_compiler()

@@ -43,18 +43,17 @@ def ascend_by_compiled(ids: Tensor) -> bool:
     return n < 2 or bool(_ascending_function().call(n, ids.data_ptr()) == n)
 
 
-def copy_by_compiled(table: Tensor, which: Tensor, copies: Tensor) -> None:
+def copy_by_compiled(table: Tensor, which: Tensor, address: int) -> None:
     """Copy rows, as `torch.index_select` does, in a third of its time where they are not in the cache.
 
     Args:
         table: [rows, dim], for which `is_compilable` is true; the numbers of a row side by side.
         which: The rows, [n], int64, contiguous. They exist.
-        copies: Gets them, [n, dim], contiguous.
+        address: Where there is memory for the copies, [n, dim].
     """
-    n, dim = copies.shape
-    if n:
-        function = _gather_function(table.itemsize, dim)
-        function.call(n, which.data_ptr(), table.data_ptr(), table.stride(0), copies.data_ptr())
+    if n := which.shape[0]:
+        function = _gather_function(table.itemsize, table.shape[1])
+        function.call(n, which.data_ptr(), table.data_ptr(), table.stride(0), address)
 
 
 def order_by_compiled(ids: Tensor, *, least: int, bits: int, width: int = 1) -> tuple[Tensor, Tensor, int]:
@@ -151,29 +150,31 @@ def is_poolable(weight: Tensor) -> bool:
     return is_summable(weight) and weight.shape[1] <= MOST_POOLED and weight.stride(1) == 1
 
 
-def pool_by_compiled(weight: Tensor, ids: Tensor, begins: Tensor) -> Tensor:
+def pool_by_compiled(weight: Tensor, ids: Tensor, begins: Tensor | None, width: int) -> Tensor:
     """Return the sum of each bag's rows, with the bits of torch's embedding_bag.
 
     Args:
         weight: The rows, [rows, dim], for which `is_poolable` is true.
         ids: The rows of all bags, [n], int32 or int64.
-        begins: The number of the first id of each bag, [bags], of the type of `ids`.
+        begins: The number of the first id of each bag, [bags], of the type of `ids`; None: bags have `width` ids each.
+        width: The number of ids in each bag, at least 1.
 
     Raises:
         IndexError: There is no such row.
     """
-    n, bags, dim = ids.shape[0], begins.shape[0], weight.shape[1]
+    n, dim = ids.shape[0], weight.shape[1]
+    bags = n // width if begins is None else begins.shape[0]
     sums = weight.new_empty((bags, dim))
     if not bags:
         return sums
-    ids, begins = ids.contiguous(), begins.contiguous()
-    function = _bags_function(weight.itemsize, dim, ids.itemsize)
+    ids, begins = ids.contiguous(), None if begins is None else begins.contiguous()
+    function = _bags_function(weight.itemsize, dim, ids.itemsize, is_even=begins is None)
     done = function.call(
         n,
         bags,
         weight.shape[0],
         ids.data_ptr(),
-        begins.data_ptr(),
+        width if begins is None else begins.data_ptr(),
         weight.data_ptr(),
         weight.stride(0),
         sums.data_ptr(),
@@ -209,5 +210,6 @@ def _merge_function(itemsize: int, dim: int) -> CompiledFunction:
 
 
 @cache
-def _bags_function(itemsize: int, dim: int, id_nbytes: int) -> CompiledFunction:
-    return CompiledFunction("bags", bags_code(itemsize=itemsize, dim=dim, id_nbytes=id_nbytes), arguments=8)
+def _bags_function(itemsize: int, dim: int, id_nbytes: int, *, is_even: bool) -> CompiledFunction:
+    text = bags_code(itemsize=itemsize, dim=dim, id_nbytes=id_nbytes, is_even=is_even)
+    return CompiledFunction("bags", text, arguments=8)

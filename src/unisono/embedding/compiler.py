@@ -27,6 +27,7 @@ def _llvm() -> Any:
     return binding
 
 
+@cache
 def has_compiler() -> bool:
     """Return True if functions can be compiled. The first call imports llvmlite."""
     return _llvm() is not None

@@ -23,22 +23,30 @@ class Bags(NamedTuple):
 
     ids: Tensor
     """All ids, [n]."""
-    begins: Tensor
-    """The number of the first id of each bag, [bags]."""
+    begins: Tensor | None
+    """The number of the first id of each bag, [bags]; None if all have `width` ids."""
     width: int | None
-    """The number of ids in each bag, if it is the same for all."""
+    """The number of ids in each bag, at least 1; None if it differs, or is 0."""
+
+    def starts(self) -> Tensor:
+        """Return the number of the first id of each bag, [bags]."""
+        if self.begins is not None:
+            return self.begins
+        assert self.width is not None
+        return torch.arange(0, len(self.ids), self.width, device=self.ids.device, dtype=self.ids.dtype)
 
     def numbers(self) -> Tensor:
         """Return the bag of each id, [n]."""
-        of_bags = torch.arange(len(self.begins), device=self.ids.device)
+        starts = self.starts()
+        of_bags = torch.arange(len(starts), device=self.ids.device)
         if self.width is not None:
             return of_bags.unsqueeze(1).expand(-1, self.width).reshape(-1)
-        ends = torch.cat([self.begins[1:], self.begins.new_tensor([len(self.ids)])])
-        return of_bags.repeat_interleave(ends - self.begins)
+        ends = torch.cat([starts[1:], starts.new_tensor([len(self.ids)])])
+        return of_bags.repeat_interleave(ends - starts)
 
     def of_int64(self) -> Bags:
         """Return the same bags with ids of 64 bits."""
-        return Bags(self.ids.long(), self.begins.long(), self.width)
+        return Bags(self.ids.long(), None if self.begins is None else self.begins.long(), self.width)
 
     def without(self, id: int, scale: Tensor | None) -> tuple[Bags, Tensor | None]:  # noqa: A002
         """Return the bags without one id, and the factors of those that are left."""
@@ -47,7 +55,7 @@ class Bags(NamedTuple):
         if len(kept) == len(self.ids):
             return self, scale
         before = torch.cat([kept.new_zeros(1), is_kept.cumsum(0)])
-        bags = Bags(self.ids.index_select(0, kept), before.index_select(0, self.begins), None)
+        bags = Bags(self.ids.index_select(0, kept), before.index_select(0, self.starts()), None)
         return bags, None if scale is None else scale.index_select(0, kept)
 
 
@@ -117,7 +125,7 @@ class _Pool(torch.autograd.Function):
         weight: Tensor,
         scale: Tensor | None,
         ids: Tensor,
-        begins: Tensor,
+        begins: Tensor | None,
         width: int | None,
         mode: Literal["sum", "mean"],
         padding: int | None,
@@ -127,14 +135,15 @@ class _Pool(torch.autograd.Function):
         ctx.rows = weight.shape[0] if locate is None else None
         source, rows = (weight.detach(), ids) if locate is None else locate(ids)
         ctx.found = (source, rows) if scale is not None and scale.requires_grad else None
-        ctx.save_for_backward(scale)
+        if scale is not None:
+            ctx.save_for_backward(scale)
         factors = None if scale is None else scale.detach()
-        return embed_bags(source, rows, begins, mean=mode == "mean", scale=factors, padding=padding)
+        return embed_bags(source, rows, begins, width=width or 1, mean=mode == "mean", scale=factors, padding=padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = ctx.saved_tensors
+        (scale,) = ctx.saved_tensors or (None,)
         bags, gradient, ids, width = ctx.bags, gradient.contiguous(), ctx.bags.ids, ctx.bags.width
         is_even = width is not None and ctx.padding is None
         # Bags of one width need no list of the bag of each id.

@@ -162,19 +162,21 @@ def gather_code(*, itemsize: int, dim: int) -> str:
     return code.text()
 
 
-def bags_code(*, itemsize: int, dim: int, id_nbytes: int) -> str:
+def bags_code(*, itemsize: int, dim: int, id_nbytes: int, is_even: bool) -> str:
     """Return the text of the function that adds up the rows of bags.
 
     It is called `bags` and has the arguments n, the number of bags, the rows of the table, all n ids, the number of the
-    first id of each bag, the table with the distance of its rows, and memory for the sums. It returns n, or the number
-    of the first id that is no row.
+    first id of each bag (or the number of ids in each), the table with the distance of its rows, and memory for the
+    sums. It returns n, or the number of the first id that is no row.
 
     Args:
         itemsize: The bytes of a number.
         dim: The numbers of a row, at most `MOST_POOLED`.
         id_nbytes: The bytes of ids and first numbers: 4 or 8.
+        is_even: True if each bag has as many ids.
     """
-    arguments = [("n", "i64"), ("bags", "i64"), ("rows", "i64"), ("ids", "ptr"), ("begins", "ptr"), ("weight", "ptr")]
+    where = ("width", "i64") if is_even else ("begins", "ptr")
+    arguments = [("n", "i64"), ("bags", "i64"), ("rows", "i64"), ("ids", "ptr"), where, ("weight", "ptr")]
     code = Code("bags", [*arguments, ("stride", "i64"), ("sums", "ptr")], itemsize=itemsize)
     last = code.let("sub i64 %n, 1")
     last_bag = code.let("sub i64 %bags, 1")
@@ -192,11 +194,17 @@ def bags_code(*, itemsize: int, dim: int, id_nbytes: int) -> str:
         code.need(code.let(f"icmp ult i64 {number}, %rows"), index)
         return [total + code.read(place, at, lanes) for total, (at, lanes) in zip(carried, parts, strict=True)]
 
-    def bag(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
+    def bounds(index: str) -> tuple[str, str]:
+        if is_even:
+            begin = code.times(index, "%width")
+            return begin, code.let(f"add i64 {begin}, %width")
         begin = code.integer("%begins", index, nbytes=id_nbytes)
         is_last = code.let(f"icmp eq i64 {index}, {last_bag}")
         after = code.let(f"select i1 {is_last}, i64 {index}, i64 {code.let(f'add i64 {index}, 1')}")
-        end = code.let(f"select i1 {is_last}, i64 %n, i64 {code.integer('%begins', after, nbytes=id_nbytes)}")
+        return begin, code.let(f"select i1 {is_last}, i64 %n, i64 {code.integer('%begins', after, nbytes=id_nbytes)}")
+
+    def bag(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
+        begin, end = bounds(index)
         to = code.place("%sums", code.times(index, dim))
         zeros = [code.zeros(lanes) for _, lanes in parts]
 

@@ -94,8 +94,9 @@ def sum_by_row(
 def embed_bags(
     weight: Tensor,
     ids: Tensor,
-    begins: Tensor,
+    begins: Tensor | None,
     *,
+    width: int = 1,
     mean: bool = False,
     scale: Tensor | None = None,
     padding: int | None = None,
@@ -105,13 +106,16 @@ def embed_bags(
     Args:
         weight: The rows, [rows, dim].
         ids: The rows of all bags, [n].
-        begins: The number of the first id of each bag, [bags], of the type of `ids`.
+        begins: The number of the first id of each bag, [bags], of the type of `ids`; None: bags have `width` ids each.
+        width: The number of ids in each bag, at least 1.
         mean: True for means.
         scale: A factor for each id, [n]; for sums only.
         padding: An id that counts as none.
     """
     if not mean and scale is None and padding is None and ids.device == weight.device and is_poolable(weight):
-        return pool_by_compiled(weight, ids, begins)
+        return pool_by_compiled(weight, ids, begins, width)
+    if begins is None:
+        begins = torch.arange(0, ids.shape[0], width, device=ids.device, dtype=ids.dtype)
     outputs = torch.embedding_bag(weight, ids, begins, False, int(mean), False, scale, False, padding)
     pooled: Tensor = outputs[0]
     return pooled

@@ -147,7 +147,7 @@ class BagTable(nn.EmbeddingBag):
             try:
                 return pool(self.weight, bags, scale, mode=mode, padding=self.padding_idx)
             except IndexError:
-                check_ids(self.name, input, rows=self.table.rows, begins=None if offsets is None else bags.begins)
+                check_ids(self.name, input, rows=self.table.rows, begins=bags.begins)
                 raise
         bags = bags.of_int64()
         if self.padding_idx is not None:
@@ -162,8 +162,9 @@ class BagTable(nn.EmbeddingBag):
             if offsets is not None:
                 raise ValueError(f"table {self.name!r}: ids of two dimensions are bags already; leave offsets out")
             bags, width = ids.shape
-            begins = torch.arange(0, bags * width, width, device=ids.device, dtype=ids.dtype) if width else None
-            return Bags(ids.reshape(-1), ids.new_zeros(bags) if begins is None else begins, width)
+            if width:
+                return Bags(ids.reshape(-1), None, width)
+            return Bags(ids.reshape(-1), ids.new_zeros(bags), None)
         if ids.dim() != 1 or offsets is None:
             raise ValueError(
                 f"table {self.name!r}: ids of shape {list(ids.shape)}: give [bags, width], or one dimension and offsets"

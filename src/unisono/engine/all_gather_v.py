@@ -6,6 +6,7 @@ the shared-memory engine has `engine.shared.shared_all_gather_v` instead.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -39,15 +40,18 @@ class AllGatherV(Protocol):
 
 def packed_nbytes(parts: Sequence[Tensor]) -> int:
     """Return the length of a message in bytes."""
-    return sum(align_up(part.numel() * part.element_size(), WIRE_NBYTES) for part in parts)
+    return sum([align_up(part.numel() * part.itemsize, WIRE_NBYTES) for part in parts])
 
 
 def write_parts(parts: Sequence[Tensor], place: Tensor) -> None:
     """Write a message to `place`, a tensor of bytes that is at least as long."""
-    offset = 0
+    offset, address = 0, place.data_ptr()
     for part in parts:
-        nbytes = part.numel() * part.element_size()
-        place[offset : offset + nbytes].view(part.dtype).copy_(part)
+        nbytes = part.numel() * part.itemsize
+        if part.is_cpu and place.is_cpu and part.is_contiguous():  # a third of the time of torch's operations
+            ctypes.memmove(address + offset, part.data_ptr(), nbytes)
+        else:
+            place[offset : offset + nbytes].view(part.dtype).copy_(part)
         offset += align_up(nbytes, WIRE_NBYTES)
 
 

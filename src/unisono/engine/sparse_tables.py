@@ -58,36 +58,31 @@ def split_sparse(trained: Trained, modules: Iterable[nn.Module]) -> tuple[Traine
 
 def check_optimizers(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
     """Raise ValueError if one of torch's optimizers would refuse its gradients in the middle of an update."""
-    parts = parts_of(optimizer)
-    for part in parts:
-        if type(part) is TableOptimizer:  # it refuses no gradient of a table, and has no other parameters
-            continue
-        if len(parts) == 1:
+    for part in parts_of(optimizer):
+        if type(part) is not TableOptimizer:  # which refuses none, and has no other parameters
             _check(part, dense, sparse)
-        else:
-            _check(part, trained_by(part, dense), trained_by(part, sparse))
 
 
 def _check(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
     kind = type(optimizer)
-    if kind is optim.SparseAdam and dense.names:
+    if kind is optim.SparseAdam and (names := trained_by(optimizer, dense).names):
         raise ValueError(
-            f"SparseAdam takes sparse gradients only, and that of {dense.names[0]!r} is dense: only modules with "
+            f"SparseAdam takes sparse gradients only, and that of {names[0]!r} is dense: only modules with "
             "sparse=True give sparse ones. Give other parameters an optimizer of their own: Trainer takes several."
         )
-    if not sparse.names:
+    tables = set(map(id, sparse.parameters))
+    groups = [group for group in optimizer.param_groups if not tables.isdisjoint(map(id, group["params"]))]
+    if not groups:
         return
     obstacle = None
     if kind in _WITHOUT:
-        tables = set(map(id, sparse.parameters))
-        groups = [group for group in optimizer.param_groups if any(id(p) in tables for p in group["params"])]
         obstacle = next((f"{key}={g[key]}" for g in groups for key in _WITHOUT[kind] if g.get(key)), None)
     if obstacle or (kind not in _WITHOUT and getattr(optim, kind.__name__, None) is kind):
         what = kind.__name__ + (f" with {obstacle}" if obstacle else "")
         raise ValueError(
-            f"{what} takes no sparse gradients, and that of {sparse.names[0]!r} is sparse, since its module was made "
-            "with sparse=True. Give it SparseAdam, or SGD or Adagrad without momentum and weight decay, and other "
-            "parameters an optimizer of their own; or build the module with sparse=False."
+            f"{what} takes no sparse gradients, and that of {trained_by(optimizer, sparse).names[0]!r} is sparse, "
+            "since its module was made with sparse=True. Give it SparseAdam, or SGD or Adagrad without momentum and "
+            "weight decay, and other parameters an optimizer of their own; or build the module with sparse=False."
         )
 
 

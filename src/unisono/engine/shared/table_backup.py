@@ -7,6 +7,7 @@ the update needs them. Any rank can put back the rows of any other.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -89,22 +90,29 @@ class TableBackup:
         self._runtime.barrier("making room for copies of table rows", step)
 
     def copy(self, gradients: Sequence[Tensor | None]) -> None:
-        """Copy the rows that this rank is about to write.
+        """Copy the rows that this rank is about to write. Call it after `reserve`.
 
         Args:
             gradients: The gradient of each table; None: this rank writes none of its rows.
         """
         if not self._slots:
             return
-        rank = self._runtime.rank
+        slot, header = self._slots[self._runtime.rank], self._headers[self._runtime.rank]
+        address, offset = slot.data_ptr(), self._header_nbytes
         for i, gradient in enumerate(gradients):
-            self._headers[rank][2 * i] = 0 if gradient is None else gradient._nnz()
-            self._headers[rank][2 * i + 1] = self._has_state(i)
-        for copied, gradient in zip(self._copies(rank), _present(gradients), strict=True):
-            indices = gradient._indices()[0].contiguous()
-            copied.rows.copy_(indices)
-            for store, copy in copied.stores:
-                _copy_rows(store, indices, copy)
+            count = 0 if gradient is None else gradient._nnz()
+            header[2 * i], header[2 * i + 1] = count, self._sized[i]
+            if gradient is None or not count:
+                continue
+            which = gradient._indices()[0].contiguous()
+            ctypes.memmove(address + offset, which.data_ptr(), 8 * count)
+            offset += aligned(8 * count)
+            for store in self._stores(i, with_state=self._sized[i]):
+                if store.dim() == 2 and store.stride(1) == 1 and is_compilable(store):
+                    copy_by_compiled(store, which, address + offset)
+                else:
+                    torch.index_select(store, 0, which, out=_view(slot, offset, count, store))
+                offset += aligned(count * _row_nbytes(store))
 
     def restore(self, rank: int) -> None:
         """Put back the rows that a rank copied last."""
@@ -120,9 +128,8 @@ class TableBackup:
 
         def take(count: int, like: Tensor) -> Tensor:
             nonlocal offset
-            begin, nbytes = offset, count * _row_nbytes(like)
-            offset += aligned(nbytes)
-            return slot[begin : begin + nbytes].view(like.dtype).view(count, *like.shape[1:])
+            begin, offset = offset, offset + aligned(count * _row_nbytes(like))
+            return _view(slot, begin, count, like)
 
         for i in range(len(self._tables)):
             if count := header[2 * i]:
@@ -144,15 +151,9 @@ class TableBackup:
                         yield entry.value
 
 
-def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
-    return [gradient for gradient in gradients if gradient is not None and gradient._nnz()]
-
-
-def _copy_rows(store: Tensor, which: Tensor, copies: Tensor) -> None:
-    if store.dim() == 2 and store.stride(1) == 1 and is_compilable(store):
-        copy_by_compiled(store, which, copies)
-    else:
-        torch.index_select(store, 0, which, out=copies)
+def _view(slot: Tensor, begin: int, count: int, like: Tensor) -> Tensor:
+    """Return the place of so many rows, or numbers, that begins at a byte of a slot."""
+    return slot[begin : begin + count * _row_nbytes(like)].view(like.dtype).view(count, *like.shape[1:])
 
 
 def _row_nbytes(store: Tensor) -> int:
