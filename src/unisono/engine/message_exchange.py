@@ -30,7 +30,7 @@ def next_slot(slot: int, longest: int, most: int) -> int:
         most: The greatest length.
 
     >>> next_slot(0, 100, 4096), next_slot(4096, 100, 4096), next_slot(128, 10**6, 4096)
-    (128, 3584, 4096)
+    (112, 3584, 4096)
     """
     return min(align_up(max(longest + longest // 8, slot - slot // 8), WIRE_NBYTES), most)
 
