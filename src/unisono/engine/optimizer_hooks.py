@@ -45,7 +45,11 @@ def has_pre_hooks(optimizers: Iterable[Optimizer]) -> bool:
     """Return True if hooks run before the step of one of these optimizers."""
     if _global_optimizer_pre_hooks:
         return True
-    return not all(isinstance(hook, StepCounter) for each in optimizers for hook in _pre_hooks_of(each).values())
+    for each in optimizers:
+        for hook in _pre_hooks_of(each).values():
+            if not isinstance(hook, StepCounter):
+                return True
+    return False
 
 
 def has_post_hooks(optimizers: Iterable[Optimizer]) -> bool:
