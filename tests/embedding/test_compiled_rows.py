@@ -205,6 +205,9 @@ def test_rows_are_copied_with_all_their_bits(dim, dtype):
         copies = torch.empty(len(which), dim, dtype=dtype)
         copy_by_compiled(table, which, copies.data_ptr())
         assert copies.numpy().tobytes() == table[which].numpy().tobytes()
+    for wrong in (-1, ROWS):
+        with pytest.raises(IndexError, match=f"row {wrong} is to be copied, and there are {ROWS}"):
+            copy_by_compiled(table, torch.tensor([3, wrong]), copies.data_ptr())
 
 
 @pytest.mark.parametrize(

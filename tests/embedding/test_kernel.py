@@ -49,6 +49,20 @@ BAGS = [
 ]
 
 
+@pytest.mark.parametrize("pooling", [None, "sum", "mean"])
+def test_ids_that_change_between_a_lookup_and_backward_are_an_error(pooling):
+    """As with nn.EmbeddingBag: otherwise other rows would get the gradient."""
+    for ids, offsets in ((torch.tensor([[3, 7], [0, 1]]), None), (torch.tensor([3, 7, 0]), torch.tensor([0, 2]))):
+        for changed in (ids, offsets):
+            if changed is None or (offsets is not None and pooling is None):
+                continue
+            out = one(pooling)["item"](ids, *([] if offsets is None else [offsets]))
+            changed.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+            changed.sub_(1)
+
+
 @pytest.mark.parametrize(("given", "options"), BAGS)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_bags_give_what_embedding_bag_gives(pooling, given, options):

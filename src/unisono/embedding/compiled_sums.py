@@ -48,12 +48,19 @@ def copy_by_compiled(table: Tensor, which: Tensor, address: int) -> None:
 
     Args:
         table: [rows, dim], for which `is_compilable` is true; the numbers of a row side by side.
-        which: The rows, [n], int64, contiguous. They exist.
+        which: The rows, [n], int64, contiguous.
         address: Where there is memory for the copies, [n, dim].
+
+    Raises:
+        IndexError: There is no such row.
     """
-    if n := which.shape[0]:
-        function = _gather_function(table.itemsize, table.shape[1])
-        function.call(n, which.data_ptr(), table.data_ptr(), table.stride(0), address)
+    n, (rows, dim) = which.shape[0], table.shape
+    if not n:
+        return
+    function = _gather_function(table.itemsize, dim)
+    done = function.call(n, which.data_ptr(), rows, table.data_ptr(), table.stride(0), address)
+    if done != n:
+        raise IndexError(f"row {int(which[done])} is to be copied, and there are {rows}")
 
 
 def order_by_compiled(ids: Tensor, *, least: int, bits: int, width: int = 1) -> tuple[Tensor, Tensor, int]:
@@ -191,7 +198,7 @@ def _ascending_function() -> CompiledFunction:
 
 @cache
 def _gather_function(itemsize: int, dim: int) -> CompiledFunction:
-    return CompiledFunction("gather", gather_code(itemsize=itemsize, dim=dim), arguments=5)
+    return CompiledFunction("gather", gather_code(itemsize=itemsize, dim=dim), arguments=6)
 
 
 @cache

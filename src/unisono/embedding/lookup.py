@@ -131,23 +131,22 @@ class _Pool(torch.autograd.Function):
         padding: int | None,
         locate: Locate | None,
     ) -> Tensor:
-        ctx.bags, ctx.mode, ctx.padding, ctx.shape = Bags(ids, begins, width), mode, padding, weight.shape
+        ctx.width, ctx.mode, ctx.padding, ctx.shape = width, mode, padding, weight.shape
         ctx.rows = weight.shape[0] if locate is None else None
         source, rows = (weight.detach(), ids) if locate is None else locate(ids)
         ctx.found = (source, rows) if scale is not None and scale.requires_grad else None
-        if scale is not None:
-            ctx.save_for_backward(scale)
+        ctx.save_for_backward(ids, begins, scale)  # so that autograd finds a change in place before backward
         factors = None if scale is None else scale.detach()
         return embed_bags(source, rows, begins, width=width or 1, mean=mode == "mean", scale=factors, padding=padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = ctx.saved_tensors or (None,)
-        bags, gradient, ids, width = ctx.bags, gradient.contiguous(), ctx.bags.ids, ctx.bags.width
+        ids, begins, scale = ctx.saved_tensors
+        gradient, width = gradient.contiguous(), ctx.width
         is_even = width is not None and ctx.padding is None
         # Bags of one width need no list of the bag of each id.
-        entries: Any = None if is_even and ctx.found is None else bags.numbers()
+        entries: Any = None if is_even and ctx.found is None else Bags(ids, begins, width).numbers()
         of_scale = None
         if ctx.found is not None:
             source, rows = ctx.found

@@ -132,23 +132,26 @@ def _either(code: Code, condition: str, yes: tuple[str, str], no: tuple[str, str
 def gather_code(*, itemsize: int, dim: int) -> str:
     """Return the text of the function that copies rows of a table.
 
-    It is called `gather` and has the arguments n, at least 1, the rows to copy, the table with the distance of its
-    rows, and memory for the copies. It returns n.
+    It is called `gather` and has the arguments n, at least 1, the rows to copy, the number of rows of the table, the
+    table with the distance of its rows, and memory for the copies. It returns n, or the number of the first of the rows
+    to copy that is none.
 
     Args:
         itemsize: The bytes of a number.
         dim: The numbers of a row.
     """
-    arguments = [("n", "i64"), ("which", "ptr"), ("table", "ptr"), ("stride", "i64"), ("copies", "ptr")]
-    code = Code("gather", arguments, itemsize=itemsize)
+    arguments = [("n", "i64"), ("which", "ptr"), ("rows", "i64"), ("table", "ptr"), ("stride", "i64")]
+    code = Code("gather", [*arguments, ("copies", "ptr")], itemsize=itemsize)
     last = code.let("sub i64 %n, 1")
 
-    def row(index: str) -> str:
-        return code.place("%table", code.times(code.integer("%which", index), "%stride"))
+    def row(index: str) -> tuple[str, str]:
+        number = code.integer("%which", index)
+        return number, code.place("%table", code.times(number, "%stride"))
 
     def entry(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
-        code.fetch(row(code.ahead(index, last, dim * itemsize)), dim)
-        source, to = row(index), code.place("%copies", code.times(index, dim))
+        code.fetch(row(code.ahead(index, last, dim * itemsize))[1], dim)
+        (number, source), to = row(index), code.place("%copies", code.times(index, dim))
+        code.need(code.let(f"icmp ult i64 {number}, %rows"), index)
 
         def copy(at: str | int, lanes: int, total: Numbers) -> Numbers:
             code.write(to, at, code.read(source, at, lanes))
