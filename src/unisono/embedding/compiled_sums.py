@@ -34,7 +34,7 @@ SORTED_AT_ONCE = 11
 
 def is_summable(source: Tensor) -> bool:
     """Return True if there are compiled functions for sums of rows. `torch.compile` traces operations of torch."""
-    return is_compilable(source) and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and is_compilable(source)
 
 
 def ascend_by_compiled(ids: Tensor) -> bool:

@@ -62,6 +62,8 @@ class RowTable(nn.Embedding):
             TypeError: The ids are not int32 or int64.
             IndexError: An id is out of range.
         """
+        if torch.compiler.is_compiling():
+            return _look_up_eagerly(self, input)
         if self.rows is None:
             check_ids(self.name, input, rows=self.num_embeddings)
             return look_up(self.weight, input, padding=self.padding_idx)
@@ -123,6 +125,8 @@ class BagTable(nn.EmbeddingBag):
             IndexError: An id is out of range.
             ValueError: Shapes do not fit each other, or offsets do not ascend.
         """
+        if torch.compiler.is_compiling():
+            return _look_up_eagerly(self, input, offsets, per_sample_weights)
         # The compiled function checks each id that it reads; what it refuses is checked again, for the message.
         is_checked = (
             per_sample_weights is None
@@ -172,6 +176,12 @@ class BagTable(nn.EmbeddingBag):
         begins = check_offsets(self.name, offsets, ids=len(ids), includes_last=self.include_last_offset)
         check_ids(self.name, ids, rows=rows, begins=begins)
         return Bags(ids, begins.to(ids.dtype), None)
+
+
+def _look_up_eagerly(table: nn.Module, *given: Any) -> Tensor:
+    from unisono.embedding.eager_lookup import look_up_eagerly  # noqa: PLC0415  it imports torch's compiler
+
+    return look_up_eagerly(table, *given)
 
 
 def match_length(table: RowTable | BagTable, length: int) -> None:
