@@ -23,6 +23,7 @@ from unisono.plan.alignment import WIRE_NBYTES, align_up
 __all__ = ["AllGatherV", "GroupAllGatherV", "GroupAllToAllV", "MessageReader", "packed_nbytes", "write_parts"]
 
 _MOST_SLOT_NBYTES = 256 << 10
+"""At most an eighth of it is sent in vain once messages are about as long as the last ones."""
 
 
 class AllGatherV(Protocol):

@@ -1,9 +1,9 @@
 """Lookups in tables whose rows are divided over ranks: rows of others come in rounds in which all ranks take part.
 
 Within a step, an evaluation or a prediction, a rank that needs rows of others begins a round: ranks tell each other
-which they ask for, then send the rows. Ranks need not look up equally often. One that is through with its
-samples, or has failed, answers the others in further rounds until all are through (`RowExchange.drain`). What has come
-is kept until the next step, since rows do not change within one. Start reading at `RowExchange.look_up`.
+which they ask for, then send the rows. Ranks need not look up equally often. One that is through with its samples, or
+has failed, answers the others in further rounds until all are through (`RowExchange.drain`). What has come is kept
+until the next step, since rows do not change within one. Start reading at `RowExchange.look_up`.
 """
 
 from __future__ import annotations

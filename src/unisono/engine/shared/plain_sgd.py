@@ -38,13 +38,7 @@ class PlainSGD:
     def step(
         self, groups: Sequence[Mapping[str, Any]], gradients: Sequence[Tensor | None], used: Sequence[bool]
     ) -> bool:
-        """Update the pieces that are used. Return True if it was done, False if nothing was changed.
-
-        Args:
-            groups: The parameter groups of the user's optimizer.
-            gradients: The gradient of each piece.
-            used: For each piece, True if it is used.
-        """
+        """Update the pieces that are used, or change nothing and return False; see `FusedAdam.step`."""
         calls = []
         for group, of_group in zip(groups, self._members, strict=True):
             if not _is_plain(group):
