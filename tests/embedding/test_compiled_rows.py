@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam, Table, TableOptimizer, Tables
 from unisono.embedding.compiled_sums import copy_by_compiled
+from unisono.embedding.id_index import IdIndex
 from unisono.embedding.id_order import ordered_ids
 from unisono.embedding.row_sums import SummedRows, add_row_gradients, embed_bags, rows_of, sum_by_row
 
@@ -153,7 +154,7 @@ def test_lookups_and_sums_have_the_bits_of_embedding_bag(dim, dtype):
         assert torch.equal(torch.signbit(values), torch.signbit(sums))
 
 
-@pytest.mark.parametrize("span", [1, 2, 50, 2047, 2048, 3000, 2**22, 2**33 - 1, 2**40, 2**62])
+@pytest.mark.parametrize("span", [1, 2, 50, 2047, 2048, 3000, 2**22, 2**33 - 1, 2**40, 2**52, 2**62])
 def test_ids_are_sorted_as_torch_sorts_them(span):
     torch.manual_seed(0)
     for n in (1, 2, 7, 1000, 9000):
@@ -168,6 +169,65 @@ def test_ids_are_sorted_as_torch_sorts_them(span):
         for width in (2, 5, n):
             if n % width == 0:
                 assert torch.equal(ordered_ids(ids, width=width).places, order // width)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 1000, 9000, 40_000])
+def test_ids_of_all_64_bits_are_sorted_as_torch_sorts_them(n):
+    generator = torch.Generator().manual_seed(n)
+    ids = torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator)
+    ids[n // 2 :] = ids[torch.randint(0, n, (n - n // 2,), generator=generator)]
+    ids[:: n // 3 + 1] = 2**63 - 1
+    ids[1 :: n // 3 + 1] = -(2**63)
+    ordered, order = torch.sort(ids, stable=True)
+    found = ordered_ids(ids)
+    assert torch.equal(found.ids, ordered) and torch.equal(found.places, order)
+    assert found.distinct in {None, len(torch.unique(ids))}
+    if n % 2 == 0:
+        assert torch.equal(ordered_ids(ids, width=2).places, order // 2)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 50, 6000])
+@pytest.mark.parametrize("kind", ["random", "in turn", "equal below"])
+def test_ids_are_found_where_a_list_has_them(kind, capacity):
+    generator = torch.Generator().manual_seed(capacity)
+    listed = torch.randint(-(2**63), 2**63 - 1, (capacity,), generator=generator)
+    if kind != "random":  # small numbers, or those that differ in their upper bits alone
+        listed = (torch.randperm(capacity, generator=generator) - capacity // 2) << (40 if kind == "equal below" else 0)
+    places = torch.randperm(capacity, generator=generator)
+    for taken in (0, capacity // 3, capacity):
+        index = IdIndex(listed, places[: taken // 2]).added(places[taken // 2 : taken])
+        asked = torch.cat([listed, listed[:5], listed + 1, torch.tensor([0, -1, 2**63 - 1, -(2**63)])])
+        expected = {int(listed[place]): int(place) for place in places[:taken]}
+        assert index.find(asked).tolist() == [expected.get(number, -1) for number in asked.tolist()]
+        assert index.find(asked[:0]).tolist() == []
+
+
+FIRST_VALUES = """
+import sys
+if sys.argv[2] == "without":
+    sys.modules["llvmlite"] = None
+import torch
+from unisono.embedding.initial_rows import initial_rows
+
+generator, found = torch.Generator().manual_seed(0), []
+ids = torch.cat([torch.randint(-(2**63), 2**63 - 1, (50,), generator=generator), torch.arange(-3, 4)])
+for dtype in (torch.float32, torch.float64):
+    for dim in (1, 3, 16, 17, 64, 150):
+        for seed, std in ((0, 1.0), (-(2**63), 0.37), (2**63 - 1, 1e-30), (5, 0.0)):
+            found.append(initial_rows(ids, dim, seed=seed, std=std, dtype=dtype))
+torch.save(found, sys.argv[1])
+"""
+
+
+def test_first_values_have_the_bits_of_operations_of_torch(tmp_path, fork_python):
+    (script := tmp_path / "first_values.py").write_text(FIRST_VALUES)
+    fork_python(script, tmp_path / "compiled", "with")
+    fork_python(script, tmp_path / "torch", "without")
+    compiled, by_torch = torch.load(tmp_path / "compiled"), torch.load(tmp_path / "torch")
+    assert len(compiled) == len(by_torch) == 2 * 6 * 4
+    for mine, theirs in zip(compiled, by_torch, strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+        assert torch.equal(torch.signbit(mine), torch.signbit(theirs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -23,6 +23,7 @@ from unisono.embedding.row_formulas import Part, settings_of, stores_of, update_
 from unisono.embedding.row_optimizers import RowOptimizer
 
 __all__ = [
+    "WITH_MEMORY",
     "change_columns_by_compiled",
     "is_compilable",
     "number_rows_by_compiled",
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.float64)
-_WITH_MEMORY = (Tensor, torch.nn.Parameter)
+WITH_MEMORY = (Tensor, torch.nn.Parameter)
 """The types of tensors that have an address: those of `unisono plan` have none."""
 
 
@@ -47,7 +48,7 @@ def is_compilable(weight: Tensor) -> bool:
     return (
         weight.dtype in _DTYPES
         and weight.is_cpu
-        and type(weight) in _WITH_MEMORY
+        and type(weight) in WITH_MEMORY
         and weight.shape[1] > 0
         and has_compiler()
     )

@@ -17,7 +17,6 @@ from unisono.embedding.id_sort_code import ascending_code, order_code
 from unisono.embedding.row_sum_code import MOST_POOLED, bags_code, gather_code, merge_code, sum_code
 
 __all__ = [
-    "SORTED_AT_ONCE",
     "ascend_by_compiled",
     "copy_by_compiled",
     "is_poolable",
@@ -28,7 +27,7 @@ __all__ = [
     "sum_by_compiled",
 ]
 
-SORTED_AT_ONCE = 11
+_SORTED_AT_ONCE = 11
 """The bits of integers by which one pass of `order_by_compiled` sorts: what it counts should fit the cache."""
 
 
@@ -69,7 +68,7 @@ def order_by_compiled(ids: Tensor, *, least: int, bits: int, width: int = 1) -> 
     Args:
         ids: [n], int32 or int64, on a CPU, at least one. Their number is a multiple of `width`.
         least: A bound for the least of them.
-        bits: The bits of the greatest difference to `least`; together with those of n less than 64.
+        bits: The bits of the greatest difference to `least`.
         width: How many ids in turn make a group.
 
     Returns:
@@ -77,21 +76,25 @@ def order_by_compiled(ids: Tensor, *, least: int, bits: int, width: int = 1) -> 
         the number of distinct ids.
     """
     n, ids = ids.shape[0], ids.contiguous()
-    passes = -(-bits // SORTED_AT_ONCE)
+    passes = -(-bits // _SORTED_AT_ONCE)
     digit = -(-bits // max(passes, 1))
-    memory = ids.new_empty(2 * n + (1 << digit) + 1, dtype=torch.int64)
-    a, b, counts = torch.split(memory, [n, n, (1 << digit) + 1])
-    count = _order_function(passes, ids.itemsize).call(
+    group_bits = (n // width).bit_length()
+    is_packed = bits + group_bits <= 64
+    length = n if is_packed else 2 * n
+    memory = ids.new_empty(2 * length + (1 << digit) + 1, dtype=torch.int64)
+    a, b, counts = torch.split(memory, [length, length, (1 << digit) + 1])
+    count = _order_function(passes, ids.itemsize, is_packed).call(
         n,
         ids.data_ptr(),
         width,
         least,
-        (n // width).bit_length(),
+        group_bits,
         a.data_ptr(),
         b.data_ptr(),
         counts.data_ptr(),
         digit,
     )
+    a, b = a[:n], b[:n]
     return (a, b, count) if passes % 2 else (b, a, count)
 
 
@@ -202,8 +205,9 @@ def _gather_function(itemsize: int, dim: int) -> CompiledFunction:
 
 
 @cache
-def _order_function(passes: int, id_nbytes: int) -> CompiledFunction:
-    return CompiledFunction("order", order_code(passes=passes, id_nbytes=id_nbytes), arguments=9)
+def _order_function(passes: int, id_nbytes: int, is_packed: bool) -> CompiledFunction:
+    text = order_code(passes=passes, id_nbytes=id_nbytes, is_packed=is_packed)
+    return CompiledFunction("order", text, arguments=9)
 
 
 @cache

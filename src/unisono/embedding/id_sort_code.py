@@ -29,24 +29,26 @@ def _compare_pairs(code: Code) -> None:
     code.repeat(1, "%n", entry)
 
 
-def order_code(*, passes: int, id_nbytes: int) -> str:
+def order_code(*, passes: int, id_nbytes: int, is_packed: bool) -> str:
     """Return the text of the function that sorts ids, keeping the order of equal ones.
 
     It is called `order` and has the arguments n, the ids, how many of them follow each other in a group, the least id,
-    the bits of the number of groups, memory for n integers twice, memory for as many integers as a digit has values and
+    the bits of the number of groups, memory for n entries twice, memory for as many integers as a digit has values and
     one more, and the bits of a digit, with which `passes` digits are enough for the greatest difference of two ids. It
     returns the number of distinct ids. Of the first memory and the second, after an even number of passes the second
     has the ids in order and the first their groups; otherwise it is the other way round.
 
-    The sort is by radix, from the lowest digit on. Each id is the upper bits of an integer whose lower ones are its
-    group, so what is moved is one integer.
+    The sort is by radix, from the lowest digit on. An entry is an integer, of which an id is the upper bits and its
+    group the lower ones, so that one integer is moved. Where 64 bits are not enough for both, it is two integers.
 
     Args:
         passes: The number of digits, 0 or more.
         id_nbytes: The bytes of an id: 4 or 8.
+        is_packed: True if an entry is one integer.
     """
     arguments = [("n", "i64"), ("ids", "ptr"), ("width", "i64"), ("least", "i64"), ("low", "i64")]
     code = Code("order", [*arguments, ("a", "ptr"), ("b", "ptr"), ("counts", "ptr"), ("digit", "i64")], itemsize=4)
+    entries = _Packed(code) if is_packed else _Pairs(code)
     size = code.let("shl i64 1, %digit")
     mask = code.let(f"sub i64 {size}, 1")
 
@@ -56,7 +58,7 @@ def order_code(*, passes: int, id_nbytes: int) -> str:
         def entry(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
             place = code.let(f"add i64 {first}, {index}")
             number = code.let(f"sub i64 {code.integer('%ids', place, nbytes=id_nbytes)}, %least")
-            code.put_integer("%a", place, code.let(f"or i64 {code.let(f'shl i64 {number}, %low')}, {group}"))
+            entries.make("%a", place, number, group)
             return carried
 
         code.repeat(0, "%width", entry)
@@ -64,18 +66,84 @@ def order_code(*, passes: int, id_nbytes: int) -> str:
 
     code.repeat(0, code.let("udiv i64 %n, %width"), build)
     source, target = "%a", "%b"
-    shift = "%low"
+    shift = entries.first_shift
     for _ in range(passes):
-        _sort_by_digit(code, source, target, shift=shift, size=size, mask=mask)
+        _sort_by_digit(code, entries, source, target, shift=shift, size=size, mask=mask)
         source, target = target, source
         shift = code.let(f"add i64 {shift}, %digit")
-    _split(code, source, target)
+    _split(code, entries, source, target)
     code.end(code.integer("%counts", "0"))
     return code.text()
 
 
-def _sort_by_digit(code: Code, source: str, target: str, *, shift: str, size: str, mask: str) -> None:
-    """Move integers to where they belong by one digit."""
+class _Packed:
+    """Entries that are one integer."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self._lowest = code.let(f"sub i64 {code.let('shl i64 1, %low')}, 1")
+        self.first_shift = "%low"
+        """How far the lowest digit of an id is from the right of a key."""
+
+    def make(self, array: str, index: str, number: str, group: str) -> None:
+        """Write an entry."""
+        shifted = self._code.let(f"shl i64 {number}, %low")
+        self._code.put_integer(array, index, self._code.let(f"or i64 {shifted}, {group}"))
+
+    def key(self, array: str, index: str) -> str:
+        """Read what an entry is sorted by."""
+        return self._code.integer(array, index)
+
+    def move(self, source: str, index: str, key: str, target: str, to: str) -> None:
+        """Write an entry, whose key has been read, to another place."""
+        self._code.put_integer(target, to, key)
+
+    def number(self, key: str) -> str:
+        """Return what an id is more than the least one."""
+        return self._code.let(f"lshr i64 {key}, %low")
+
+    def group(self, array: str, index: str, key: str) -> str:
+        """Return the group of an entry."""
+        return self._code.let(f"and i64 {key}, {self._lowest}")
+
+
+class _Pairs:
+    """Entries that are two integers: of n, all of the first kind come before those of the second."""
+
+    def __init__(self, code: Code) -> None:
+        self._code = code
+        self.first_shift = "0"
+
+    def make(self, array: str, index: str, number: str, group: str) -> None:
+        """Write an entry."""
+        self._code.put_integer(array, index, number)
+        self._code.put_integer(array, self._second(index), group)
+
+    def key(self, array: str, index: str) -> str:
+        """Read what an entry is sorted by."""
+        return self._code.integer(array, index)
+
+    def move(self, source: str, index: str, key: str, target: str, to: str) -> None:
+        """Write an entry, whose key has been read, to another place."""
+        self._code.put_integer(target, to, key)
+        self._code.put_integer(target, self._second(to), self._code.integer(source, self._second(index)))
+
+    def number(self, key: str) -> str:
+        """Return what an id is more than the least one."""
+        return key
+
+    def group(self, array: str, index: str, key: str) -> str:
+        """Return the group of an entry."""
+        return self._code.integer(array, self._second(index))
+
+    def _second(self, index: str) -> str:
+        return self._code.let(f"add i64 {index}, %n")
+
+
+def _sort_by_digit(
+    code: Code, entries: _Packed | _Pairs, source: str, target: str, *, shift: str, size: str, mask: str
+) -> None:
+    """Move entries to where they belong by one digit."""
 
     def digit(key: str) -> str:
         return code.let(f"and i64 {code.let(f'lshr i64 {key}, {shift}')}, {mask}")
@@ -85,7 +153,7 @@ def _sort_by_digit(code: Code, source: str, target: str, *, shift: str, size: st
         return carried
 
     def count(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
-        own = digit(code.integer(source, index))
+        own = digit(entries.key(source, index))
         code.put_integer("%counts", own, code.let(f"add i64 {code.integer('%counts', own)}, 1"))
         return carried
 
@@ -96,10 +164,10 @@ def _sort_by_digit(code: Code, source: str, target: str, *, shift: str, size: st
         return carried
 
     def move(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
-        key = code.integer(source, index)
+        key = entries.key(source, index)
         own = digit(key)
         to = code.integer("%counts", own)
-        code.put_integer(target, to, key)
+        entries.move(source, index, key, target, to)
         code.put_integer("%counts", own, code.let(f"add i64 {to}, 1"))
         return carried
 
@@ -110,15 +178,14 @@ def _sort_by_digit(code: Code, source: str, target: str, *, shift: str, size: st
     code.repeat(0, "%n", move)
 
 
-def _split(code: Code, keys: str, ids: str) -> None:
-    """Write the ids of sorted integers, leave their groups in place, and count the distinct ones."""
-    lowest = code.let(f"sub i64 {code.let('shl i64 1, %low')}, 1")
+def _split(code: Code, entries: _Packed | _Pairs, source: str, ids: str) -> None:
+    """Write the ids of sorted entries, leave their groups in place, and count the distinct ids."""
     code.put_integer("%counts", "0", "0")
 
     def entry(index: str, carried: list[Numbers]) -> Sequence[Numbers]:
-        key = code.integer(keys, index)
-        own = code.let(f"add i64 {code.let(f'lshr i64 {key}, %low')}, %least")
-        code.put_integer(keys, index, code.let(f"and i64 {key}, {lowest}"))
+        key = entries.key(source, index)
+        own = code.let(f"add i64 {entries.number(key)}, %least")
+        code.put_integer(source, index, entries.group(source, index, key))
         code.put_integer(ids, index, own)
         is_first = code.let(f"icmp eq i64 {index}, 0")
         before = code.let(f"sub i64 {index}, {code.let(f'select i1 {is_first}, i64 0, i64 1')}")

@@ -167,10 +167,35 @@ class Code:
         read = self.let(f"load {kind}, ptr {place}")
         return read if nbytes == 8 else self.let(f"sext {kind} {read} to i64")
 
-    def put_integer(self, pointer: str, index: str, value: str) -> None:
-        """Write an integer of 64 bits to an array."""
-        place = self.let(f"getelementptr i64, ptr {pointer}, i64 {index}")
-        self._lines.append(f"  store i64 {value}, ptr {place}")
+    def put_integer(self, pointer: str, index: str, value: str, *, nbytes: int = 8) -> None:
+        """Write an integer to an array, of its lowest bytes."""
+        kind = f"i{8 * nbytes}"
+        place = self.let(f"getelementptr {kind}, ptr {pointer}, i64 {index}")
+        written = value if nbytes == 8 else self.let(f"trunc i64 {value} to {kind}")
+        self._lines.append(f"  store {kind} {written}, ptr {place}")
+
+    def integers_type(self, lanes: int) -> str:
+        """Return the type of so many integers of 64 bits."""
+        return "i64" if lanes == 1 else f"<{lanes} x i64>"
+
+    def integers(self, values: Sequence[int]) -> str:
+        """Return constant integers of 64 bits, of which only so many bits count."""
+        signed = [(value + 2**63) % 2**64 - 2**63 for value in values]
+        return str(signed[0]) if len(signed) == 1 else f"<{', '.join(f'i64 {value}' for value in signed)}>"
+
+    def spread_integer(self, value: str, lanes: int) -> str:
+        """Return so many times an integer of 64 bits."""
+        if lanes == 1:
+            return value
+        kind, zeros = self.integers_type(lanes), ", ".join(["i32 0"] * lanes)
+        first = self.let(f"insertelement {kind} poison, i64 {value}, i32 0")
+        return self.let(f"shufflevector {kind} {first}, {kind} poison, <{lanes} x i32> <{zeros}>")
+
+    def numbers(self, integers: str, lanes: int) -> Numbers:
+        """Return integers of 64 bits, that fit into 32, as numbers."""
+        short = "i32" if lanes == 1 else f"<{lanes} x i32>"
+        reduced = self.let(f"trunc {self.integers_type(lanes)} {integers} to {short}")
+        return Numbers(self, self.let(f"sitofp {short} {reduced} to {self.type_of(lanes)}"), lanes)
 
     def place(self, pointer: str, index: str | int) -> str:
         """Return where a number of an array is."""
@@ -192,10 +217,11 @@ class Code:
         # A row that begins within a line ends in one more.
         offsets = [*range(0, nbytes, _LINE_NBYTES), *([nbytes - 1] if nbytes % _LINE_NBYTES else [])]
         for offset in offsets[:_MOST_LINES]:
-            line = self.let(f"getelementptr i8, ptr {place}, i64 {offset}")
-            given = [("ptr", line), ("i32", "0"), ("i32", "3"), ("i32", "1")]
-            self._declare("void", "llvm.prefetch.p0", given)
-            self._lines.append(f"  call void @llvm.prefetch.p0({', '.join(f'{of} {name}' for of, name in given)})")
+            self._fetch_line(self.let(f"getelementptr i8, ptr {place}, i64 {offset}"))
+
+    def fetch_integer(self, pointer: str, index: str, *, nbytes: int = 8) -> None:
+        """Ask for an integer of an array that will be needed, without waiting for it."""
+        self._fetch_line(self.let(f"getelementptr i{8 * nbytes}, ptr {pointer}, i64 {index}"))
 
     def ahead(self, index: str, last: str, entry_nbytes: int) -> str:
         """Return the index of the entry that should be fetched while that of `index` is computed, of so many bytes."""
@@ -251,6 +277,22 @@ class Code:
         self._begin(after)
         return results
 
+    def follow(self, first: str, body: Callable[[str], tuple[str, str]]) -> None:
+        """Go from one integer to the next.
+
+        Args:
+            first: Where to begin.
+            body: Gets an integer, and returns whether to go on, and the next one.
+        """
+        before, head, after = self._block, self._label(), self._label()
+        self._lines.append(f"  br label %{head}")
+        self._begin(head)
+        place, at = len(self._lines), self._name()
+        goes_on, following = body(at)
+        self._lines.insert(place, f"  {at} = phi i64 [{first}, %{before}], [{following}, %{self._block}]")
+        self._lines.append(f"  br i1 {goes_on}, label %{head}, label %{after}")
+        self._begin(after)
+
     def over_row(
         self, dim: int, body: Callable[[str | int, int, Numbers], Numbers], total: Numbers | None = None
     ) -> Numbers:
@@ -273,6 +315,11 @@ class Code:
 
             (total,) = self.repeat(0, whole, turn, [total])
         return body(LANES * whole, rest, total) if rest else total
+
+    def _fetch_line(self, place: str) -> None:
+        given = [("ptr", place), ("i32", "0"), ("i32", "3"), ("i32", "1")]
+        self._declare("void", "llvm.prefetch.p0", given)
+        self._lines.append(f"  call void @llvm.prefetch.p0({', '.join(f'{of} {name}' for of, name in given)})")
 
     def _declare(self, kind: str, function: str, given: Sequence[tuple[str, str]]) -> None:
         self._declared[function] = f"declare {kind} @{function}({', '.join(of for of, _ in given)})"
