@@ -10,43 +10,49 @@ from unisono.embedding import SGD, Table, Tables
 PROGRAM = Path(__file__).parent / "programs" / "divided_tables.py"
 
 
+@pytest.fixture(scope="module", params=["", "dynamic,"])
+def kind(request):
+    """What tables are: fixed or dynamic ones."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def on_one_rank(fork_python, tmp_path_factory):
-    return digests(fork_python(PROGRAM, "clipped,steps", tmp_path_factory.mktemp("tables")), least=6)
+def on_one_rank(kind, fork_python, tmp_path_factory):
+    return digests(fork_python(PROGRAM, f"{kind}clipped,steps,full", tmp_path_factory.mktemp("tables")), least=7)
 
 
-def test_rows_that_are_divided_have_the_bits_of_whole_tables(fork_ranks, on_one_rank, tmp_path):
-    lines = fork_ranks(3, PROGRAM, "clipped,steps", tmp_path).lines()
-    assert digests([line.split("] ", 1)[-1] for line in lines], least=6) == on_one_rank
+def digests_of(job, *, least):
+    return digests([line.split("] ", 1)[-1] for line in job.lines()], least=least)
+
+
+def test_rows_that_are_divided_have_the_bits_of_whole_tables(fork_ranks, kind, on_one_rank, tmp_path):
+    job = fork_ranks(3, PROGRAM, f"{kind}clipped,steps,full", tmp_path)
+    assert digests_of(job, least=7) == on_one_rank
     assert len({*on_one_rank.values()}) == len(on_one_rank)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_each_rule_has_the_bits_of_whole_tables(fork_ranks, fork_python, on_one_rank, tmp_path, n):
-    expected = on_one_rank | digests(fork_python(PROGRAM, "rules", tmp_path), least=5)
-    lines = fork_ranks(n, PROGRAM, "rules,clipped,steps", tmp_path).lines()
-    assert digests([line.split("] ", 1)[-1] for line in lines], least=11) == expected
+def test_each_rule_has_the_bits_of_whole_tables(fork_ranks, fork_python, kind, on_one_rank, tmp_path, n):
+    expected = on_one_rank | digests(fork_python(PROGRAM, f"{kind}rules", tmp_path), least=5)
+    job = fork_ranks(n, PROGRAM, f"{kind}rules,clipped,steps,full", tmp_path)
+    assert digests_of(job, least=12) == expected
 
 
-def test_a_run_goes_on_with_other_numbers_of_ranks(fork_ranks, fork_python, tmp_path):
-    (expected,) = digests(fork_python(PROGRAM, "saved", tmp_path / "whole", 9), least=1).values()
+def test_a_run_goes_on_with_other_numbers_of_ranks(fork_ranks, fork_python, kind, tmp_path):
+    (expected,) = digests(fork_python(PROGRAM, f"{kind}saved", tmp_path / "whole", 9), least=1).values()
     for n, steps in ((3, 3), (1, 6)):
-        fork_ranks(n, PROGRAM, "saved", tmp_path / "parts", steps)
-    lines = fork_ranks(2, PROGRAM, "saved", tmp_path / "parts", 9).lines()
+        fork_ranks(n, PROGRAM, f"{kind}saved", tmp_path / "parts", steps)
+    lines = fork_ranks(2, PROGRAM, f"{kind}saved", tmp_path / "parts", 9).lines()
     assert f"saved = {expected}" in "\n".join(lines)
     assert len([*(tmp_path / "parts" / "checkpoints").glob("step-*")]) == 3
 
 
-def test_ranks_write_the_rows_that_have_changed(fork_ranks, fork_python, tmp_path):
+def test_ranks_write_the_rows_that_have_changed(fork_ranks, fork_python, kind, tmp_path):
     """Also those that no step has changed, after weights were loaded, and in a run that goes on."""
-    expected = [digests(fork_python(PROGRAM, "changes", tmp_path / "whole"), least=n) for n in (7, 13)]
-    found = [
-        digests([line.split("] ", 1)[-1] for line in job.lines()], least=n)
-        for n in (7, 13)
-        for job in [fork_ranks(3, PROGRAM, "changes", tmp_path / "parts")]
-    ]
-    assert found == expected
+    expected = [digests(fork_python(PROGRAM, f"{kind}changes", tmp_path / "whole"), least=n) for n in (7, 13)]
+    jobs = [(n, fork_ranks(3, PROGRAM, f"{kind}changes", tmp_path / "parts")) for n in (7, 13)]
+    assert [digests_of(job, least=n) for n, job in jobs] == expected
 
 
 def test_traffic_grows_with_the_ids_of_a_step_alone(fork_ranks):
@@ -71,7 +77,7 @@ def test_a_killed_rank_sends_all_back_to_the_last_checkpoint(run_ranks, fork_pyt
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"capacity": 9}, "it has capacity=.*give rows="),
+        ({"capacity": 9, "when_full": "grow"}, 'it has when_full="grow": give it the capacity that it may need'),
         ({"rows": 9}, "it needs init_std="),
         ({"rows": 9, "init_std": 0.1, "directory": "."}, "it has directory=.*leave one of the two out"),
     ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from unisono.embedding.lazy_rows import LazyRows, ReadRows
+from unisono.embedding.located_rows import ReadRows
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.machine import read_ahead
@@ -50,7 +50,7 @@ def export_rows(table: nn.Module, path: str | os.PathLike[str]) -> None:
     if table.serving is not None:
         table.serving.settle()
     rows = table.rows
-    if isinstance(rows, LazyRows) and rows.collect is not None:
+    if rows is not None and rows.collect is not None:
         rows.collect(lambda read: write_rows(file, _columns_of(table, read)))
         return
     write_rows(file, _columns_of(table))
@@ -60,8 +60,8 @@ def _columns_of(table: RowTable | BagTable, read: ReadRows | None = None) -> dic
     """Return what is written; `read` reads rows that are divided over ranks."""
     weight, rows = table.weight.detach(), table.rows
     if isinstance(rows, RowMap):
-        ids, order = torch.sort(rows.ids.detach().index_select(0, rows.taken))
-        places = rows.taken[order]
+        places = rows.in_order()
+        ids = rows.ids.detach().index_select(0, places)
     else:
         ids, places = torch.arange(len(weight)), None
     chunk = max(1, _CHUNK_NBYTES // (weight.shape[1] * weight.element_size()))
@@ -70,13 +70,10 @@ def _columns_of(table: RowTable | BagTable, read: ReadRows | None = None) -> dic
         for start in range(0, len(ids), chunk):
             some = slice(start, start + chunk)
             if read is not None:
-                assert isinstance(rows, LazyRows)
-                found, written = read(start, min(start + chunk, len(ids)))
-                missing = (written == 0).nonzero().view(-1)
-                first = rows.initial(missing + start, weight)
-                if table.padding_idx is not None:
-                    first[missing + start == table.padding_idx] = 0.0
-                yield found.index_copy_(0, missing, first)
+                assert rows is not None
+                found, has_values = read(start, min(start + chunk, len(ids)))
+                new = (has_values == 0).nonzero().view(-1)
+                yield found.index_copy_(0, new, rows.first_values(ids[some][new], weight, padding=table.padding_idx))
                 continue
             if places is None and weight.device.type == "cpu":
                 ahead = weight[start : start + 2 * chunk]

@@ -7,18 +7,15 @@ update, so all agree on what is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from unisono.embedding.located_rows import LocatedRows, PlacedIds
-from unisono.embedding.row_owners import RowOwners
 from unisono.embedding.undo_log import UndoLog
 
-__all__ = ["LazyRows", "ReadRows"]
-ReadRows = Callable[[int, int], tuple[Tensor, Tensor]]
-"""Returns rows start <= row < stop as they are in memory, and 1 for each that has been written."""
+__all__ = ["LazyRows"]
 
 
 class LazyRows(LocatedRows):
@@ -38,12 +35,6 @@ class LazyRows(LocatedRows):
         self.written = nn.Parameter(torch.zeros(rows, dtype=torch.uint8), requires_grad=False)
         """1 for each row that has been written."""
         self.first_seed = nn.Parameter(torch.tensor([seed]), requires_grad=False)
-        self.owners: RowOwners | None = None
-        """Which rank has which rows, if they are divided over ranks; None: this rank has all of them."""
-        self.look_up: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-        """Returns the same as `locate`, if rows are divided over ranks."""
-        self.collect: Callable[[Callable[[ReadRows], None]], None] | None = None
-        """Calls a function on rank 0 that may read the rows of all ranks, if they are divided; every rank calls it."""
         self._log = UndoLog()
 
     def extra_repr(self) -> str:
@@ -69,15 +60,13 @@ class LazyRows(LocatedRows):
         """See `LocatedRows`."""
         return torch.where(self.written.detach().index_select(0, ids) != 0, ids, -1)
 
-    def locate(self, weight: Tensor, ids: Tensor, *, padding: int | None = None) -> tuple[Tensor, Tensor]:
+    def numbers(self, ids: Tensor) -> Tensor:
         """See `LocatedRows`."""
-        if self.look_up is not None:
-            return self.look_up(ids)
-        return self.locate_own(weight, ids, padding=padding)
+        return ids
 
-    def locate_own(self, weight: Tensor, ids: Tensor, *, padding: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return what `locate` does, of rows that this rank has."""
-        return super().locate(weight, ids, padding=padding)
+    def present(self, start: int, stop: int) -> Tensor:
+        """See `LocatedRows`."""
+        return self.written.detach()[start:stop]
 
     def place(self, ids: Tensor, everyone: Sequence[Tensor] | None = None) -> PlacedIds:
         """See `LocatedRows`."""

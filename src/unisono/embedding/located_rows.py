@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from unisono.embedding.initial_rows import initial_rows
+from unisono.embedding.row_owners import RowOwners
 
-__all__ = ["LocatedRows", "PlacedIds"]
+__all__ = ["LocatedRows", "PlacedIds", "ReadRows"]
+
+ReadRows = Callable[[int, int], tuple[Tensor, Tensor]]
+"""Returns rows as they are in memory, and 1 for each that has values: of ids in ascending order, some that follow each
+other."""
 
 
 class PlacedIds(NamedTuple):
@@ -36,6 +41,12 @@ class LocatedRows(nn.Module):
         self.name, self.std = name, std
         self.wanted_length = 0
         """The number of rows that an update would need which was refused; 0: none was, or the table does not grow."""
+        self.owners: RowOwners | None = None
+        """Which rank has which rows, if they are divided over ranks; None: this rank has all of them."""
+        self.look_up: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+        """Returns the same as `locate`, if rows are divided over ranks."""
+        self.collect: Callable[[Callable[[ReadRows], None]], None] | None = None
+        """Calls a function on rank 0 that may read the rows of all ranks, if they are divided; every rank calls it."""
 
     @property
     @abstractmethod
@@ -59,6 +70,20 @@ class LocatedRows(nn.Module):
         Args:
             ids: [n], int64.
         """
+
+    @abstractmethod
+    def numbers(self, ids: Tensor) -> Tensor:
+        """Return the row that each id is to be read from, [n], int64; -1 for those that read as their first values.
+
+        In a table of which each id has a row from the start, that is the id, if it has been written or not.
+
+        Args:
+            ids: [n], int64.
+        """
+
+    @abstractmethod
+    def present(self, start: int, stop: int) -> Tensor:
+        """Return 1 for each of the rows start <= row < stop that this rank has with values, and 0 for others, uint8."""
 
     @abstractmethod
     def place(self, ids: Tensor, everyone: Sequence[Tensor] | None = None) -> PlacedIds:
@@ -90,16 +115,28 @@ class LocatedRows(nn.Module):
             ids: [n], int64.
             padding: An id whose values are zeros; None: there is none.
         """
+        if self.look_up is not None:
+            return self.look_up(ids)
+        return self.locate_own(weight, ids, padding=padding)
+
+    def locate_own(self, weight: Tensor, ids: Tensor, *, padding: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return what `locate` does, of rows that this rank has."""
         rows = self.find(ids)
         missing = (rows < 0).nonzero().view(-1)
         if not len(missing):
             return weight, rows
         values = weight.index_select(0, rows.clamp_min_(0))
         of_missing = ids.index_select(0, missing)
-        first = self.initial(of_missing, weight)
+        return values.index_copy_(0, missing, self.first_values(of_missing, weight, padding=padding)), torch.arange(
+            len(ids), device=ids.device
+        )
+
+    def first_values(self, ids: Tensor, weight: Tensor, *, padding: int | None = None) -> Tensor:
+        """Return what ids without values of their own read as, [n, dim]; see `locate`."""
+        first = self.initial(ids, weight)
         if padding is not None:
-            first[of_missing == padding] = 0.0
-        return values.index_copy_(0, missing, first), torch.arange(len(ids), device=ids.device)
+            first[ids == padding] = 0.0
+        return first
 
     def initial(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Return the first values of the rows of ids, [n, dim], of the type of the table."""

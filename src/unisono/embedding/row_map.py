@@ -1,9 +1,10 @@
 """Which row of a dynamic table an id has.
 
 Rows are taken when an update brings a gradient for ids that have none, the free ones in turn, and by ids in ascending
-order. All ranks see the ids of all, so each has the same map, and nothing is sent for it. The ids of the rows are part
-of the model. To find them there is an index beside them (`id_index.py`), which is made anew whenever something else has
-written them, as a checkpoint does.
+order. All ranks see the ids of all, so each has the same map, and nothing is sent for it. Where rows are divided over
+ranks, each has the whole map, too, and is told the ids that change it. The ids of the rows are part of the model. To
+find them there is an index beside them (`id_index.py`), which is made anew whenever something else has written them, as
+a checkpoint does.
 """
 
 from __future__ import annotations
@@ -68,7 +69,14 @@ class RowMap(LocatedRows):
         self.waiting = WaitingIds(waiting_capacity(policy, capacity)) if policy.admit_after > 1 else None
         """Ids that have no row yet."""
         self.policy = policy
+        self.announced: Sequence[Tensor] | None = None
+        """The ids of the update at hand that may change the map, if rows are divided over ranks; they may be repeated.
+
+        These are all ids of all ranks if rows may be given up, and otherwise all that have no row.
+        """
         self._numbers = [seed, 0, 0, 0]
+        self._most = 0
+        """More rows than that have never been taken."""
         self._free = torch.empty(0, dtype=torch.int64)
         """The free rows, ascending, where rows may be given up."""
         self._index: IdIndex | None = None
@@ -108,6 +116,11 @@ class RowMap(LocatedRows):
         self._refresh()
         return self._taken()
 
+    def in_order(self) -> Tensor:
+        """Return the numbers of the rows that are taken, by ids in ascending order."""
+        taken = self.taken
+        return taken.index_select(0, torch.argsort(self.ids.detach().index_select(0, taken)))
+
     def find(self, ids: Tensor) -> Tensor:
         """Return the row of each id, [n], int64; -1 for those that have none.
 
@@ -115,6 +128,25 @@ class RowMap(LocatedRows):
             ids: [n], int64.
         """
         return self._refresh().find(ids)
+
+    def numbers(self, ids: Tensor) -> Tensor:
+        """See `LocatedRows`."""
+        return self.find(ids)
+
+    def present(self, start: int, stop: int) -> Tensor:
+        """See `LocatedRows`. A row that has been given up still has values."""
+        self._refresh()
+        found = torch.zeros(stop - start, dtype=torch.uint8, device=self.ids.device)
+        if (count := min(stop, self._most) - start) > 0:
+            rows = torch.arange(start, start + count, device=self.ids.device)
+            found[:count] = 1 if self.owners is None else self.owners.own(rows)
+        return found
+
+    def are_admitted(self, ids: Tensor) -> Tensor:
+        """Return True for each of some ids without a row that gets one in an update with it, [n]."""
+        if self.waiting is None:
+            return torch.ones_like(ids, dtype=torch.bool)
+        return self.waiting.counts_of(ids) + 1 >= self.policy.admit_after
 
     def check_room(self, ids: Sequence[Tensor]) -> None:
         """Raise TableFullError if an update with these ids, which may be repeated, would find too few rows.
@@ -141,8 +173,7 @@ class RowMap(LocatedRows):
         joined = torch.cat([*ids])
         rows = self.find(joined)
         new = torch.unique(joined[rows < 0])
-        if self.waiting is not None:
-            new = new[self.waiting.counts_of(new) + 1 >= self.policy.admit_after]
+        new = new[self.are_admitted(new)]
         if len(new) > room and self.seen is not None:
             after = self.seen.index_fill(0, rows[rows >= 0], step := self._numbers[_STEP] + 1)
             room += len(self.policy.evicted(after, self.sightings, step=step, wanted=len(new) - room))
@@ -153,12 +184,15 @@ class RowMap(LocatedRows):
 
         Args:
             ids: [n], int64, all different.
-            everyone: All ids of the update, at least one, which may be repeated; None: `ids` are all.
+            everyone: All ids of the update, at least one, which may be repeated; None: those that were announced, or
+                `ids` are all.
 
         Raises:
             TableFullError: There are not enough rows. Nothing has been changed.
         """
         before = self.find(ids)
+        if everyone is None:
+            everyone, self.announced = self.announced, None
         if everyone is None:
             changed = self._update(ids, before)
         else:
@@ -205,7 +239,7 @@ class RowMap(LocatedRows):
         new = admitted = torch.unique(missing)
         is_admitted = None
         if self.waiting is not None:
-            is_admitted = self.waiting.counts_of(new) + 1 >= self.policy.admit_after
+            is_admitted = self.are_admitted(new)
             admitted = new[is_admitted]
         wanted = len(admitted) + numbers[_COUNT] - len(self.ids)
         given_up = admitted[:0]
@@ -235,6 +269,7 @@ class RowMap(LocatedRows):
             log.write(self.sightings, taken, taken.new_ones(1))
         numbers[_COUNT] += len(admitted) - len(given_up)
         numbers[_EVICTED] += len(given_up)
+        self._most = max(self._most, numbers[_COUNT] + numbers[_EVICTED])
         log.write(self.counters, torch.arange(len(numbers), device=ids.device), self.counters.new_tensor(numbers))
         self._numbers = numbers
         if len(given_up) or self._index is None:
@@ -272,6 +307,7 @@ class RowMap(LocatedRows):
         source = self._source()
         if self._index is None or source != self._indexed:
             self._numbers, self._indexed = self.counters.tolist(), source
+            self._most = max(self._most, self._numbers[_COUNT] + self._numbers[_EVICTED])
             if self.seen is not None:
                 self._free = (self.seen == 0).nonzero().view(-1)
             self._index = IdIndex(self.ids, self._taken())

@@ -50,12 +50,19 @@ class RowOwners:
 
     def of(self, ids: Tensor) -> Tensor:
         """Return the rank that has each row, [n], int64."""
-        owners: Tensor = mixed(ids >> self._bits).bitwise_right_shift_(33).bitwise_and_(2**31 - 1)
-        return owners.remainder_(self._ranks)
+        return self._rank_of(ids >> self._bits)
+
+    def of_new(self, ids: Tensor) -> Tensor:
+        """Return the rank that counts for each id of a dynamic table that has no row yet, [n], int64."""
+        return self._rank_of(ids)
 
     def own(self, ids: Tensor) -> Tensor:
         """Return True for each row that this rank has, [n]."""
         return self.of(ids) == self._rank
+
+    def _rank_of(self, numbers: Tensor) -> Tensor:
+        ranks: Tensor = mixed(numbers).bitwise_right_shift_(33).bitwise_and_(2**31 - 1)
+        return ranks.remainder_(self._ranks)
 
 
 def range_by_sample(owner: int, owners: int, lists: Sequence[Tensor]) -> tuple[int | None, int | None] | None:

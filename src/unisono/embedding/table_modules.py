@@ -33,13 +33,16 @@ class RowTable(nn.Embedding):
     Args:
         name: Its name, for messages.
         table: Its settings.
+        divided: True if each rank keeps a part of the rows, where ranks share no memory.
     """
 
-    def __init__(self, name: str, table: Table) -> None:
+    def __init__(self, name: str, table: Table, *, divided: bool = False) -> None:
         # nn.Embedding knows only ids that are rows as padding.
         padding = table.padding_idx if table.capacity is None else None
         file = _new_file(name, table)
-        super().__init__(table.length, table.dim, padding_idx=padding, sparse=True, _weight=_new_weight(table, file))
+        super().__init__(
+            table.length, table.dim, padding_idx=padding, sparse=True, _weight=_new_weight(table, file, divided)
+        )
         self.name, self.table, self.file = name, table, file
         """What `file` has are the rows; None: they are in memory."""
         self.padding_idx = table.padding_idx
@@ -49,10 +52,9 @@ class RowTable(nn.Embedding):
             self.reset_parameters()
         self.serving: Serving | None = None
         """The servers that update it; None: ranks do."""
-        self.is_divided = False
-        """True if each rank keeps a part of the rows, where ranks share no memory."""
+        self.is_divided = divided
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
-        if table.when_full == "grow" or table.is_lazy or file is not None:
+        if table.when_full == "grow" or table.is_lazy or file is not None or divided:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
@@ -78,9 +80,10 @@ class BagTable(nn.EmbeddingBag):
     Args:
         name: Its name, for messages.
         table: Its settings.
+        divided: True if each rank keeps a part of the rows, where ranks share no memory.
     """
 
-    def __init__(self, name: str, table: Table) -> None:
+    def __init__(self, name: str, table: Table, *, divided: bool = False) -> None:
         assert table.pooling is not None
         file = _new_file(name, table)
         super().__init__(
@@ -90,7 +93,7 @@ class BagTable(nn.EmbeddingBag):
             padding_idx=table.padding_idx if table.capacity is None else None,
             include_last_offset=table.include_last_offset,
             sparse=True,
-            _weight=_new_weight(table, file),
+            _weight=_new_weight(table, file, divided),
         )
         self.name, self.table, self.file = name, table, file
         """What `file` has are the rows; None: they are in memory."""
@@ -101,10 +104,9 @@ class BagTable(nn.EmbeddingBag):
             self.reset_parameters()
         self.serving: Serving | None = None
         """The servers that update it; None: ranks do."""
-        self.is_divided = False
-        """True if each rank keeps a part of the rows, where ranks share no memory."""
+        self.is_divided = divided
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
-        if table.when_full == "grow" or table.is_lazy or file is not None:
+        if table.when_full == "grow" or table.is_lazy or file is not None or divided:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(
@@ -199,7 +201,7 @@ def _prepare_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
     """
     assert isinstance(module, RowTable | BagTable)
     saved = state.get(f"{prefix}weight")
-    if isinstance(module.rows, LazyRows) and module.rows.owners is not None:
+    if module.rows is not None and module.rows.owners is not None:
         raise UnisonoError(
             f"table {module.name!r} is divided over ranks, each of which keeps its own rows: load weights by "
             "trainer.load(path), or before the Trainer is made"
@@ -222,7 +224,7 @@ def _settle(module: nn.Module, *_: Any) -> None:
         UnisonoError: Its rows are divided over ranks.
     """
     assert isinstance(module, RowTable | BagTable)
-    if isinstance(module.rows, LazyRows) and module.rows.owners is not None:
+    if module.rows is not None and module.rows.owners is not None:
         raise UnisonoError(
             f"table {module.name!r} is divided over ranks, so no state_dict has its rows: write them by "
             "trainer.export(path), or by trainer.save(tag=...), on every rank"
@@ -239,12 +241,12 @@ def _new_file(name: str, table: Table) -> TableFile | None:
     return TableFile(name, Path(table.directory), shape, state, table.dtype)
 
 
-def _new_weight(table: Table, file: TableFile | None) -> Tensor:
+def _new_weight(table: Table, file: TableFile | None, divided: bool) -> Tensor:
     """Return memory for the rows: of zeros where some have no values yet, of which these are not written."""
     if file is not None:
         return file.weight
     shape = table.length, table.dim
-    if table.is_lazy and torch.get_default_device().type == "cpu":
+    if (table.is_lazy or divided) and torch.get_default_device().type == "cpu":
         weight = zero_memory(shape, table.dtype)
     else:
         make = torch.empty if table.capacity is None and not table.is_lazy else torch.zeros

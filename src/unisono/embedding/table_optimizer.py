@@ -92,9 +92,11 @@ class TableOptimizer(Optimizer):
         self.make_state(p, rule)
         state = self.state[p]
         state["step"] += 1
-        if not len(indices):
+        rows = self.maps.get(p)
+        # Where rows are divided, this rank may have none of a step that changes the map of all.
+        if not len(indices) and not (isinstance(rows, RowMap) and any(map(len, rows.announced or ()))):
             return
-        if p in self.maps:
+        if rows is not None:
             indices, values = self._placed(p, indices, values)
         update_rows(rule, p.detach(), indices, values, state, group, state["step"])
 
@@ -116,7 +118,7 @@ class TableOptimizer(Optimizer):
         """Return zeros for the state of a table in memory, by key."""
         shapes = {**dict.fromkeys(rule.per_row, p.shape[:1]), **dict.fromkeys(rule.per_element, p.shape)}
         rows = self.maps.get(p)
-        if isinstance(rows, LazyRows) and rows.owners is not None:
+        if rows is not None and rows.owners is not None:
             return {key: zero_memory(shape, p.dtype, small_pages=True) for key, shape in shapes.items()}
         state = {key: torch.zeros(shape, dtype=p.dtype, device=p.device) for key, shape in shapes.items()}
         for key in rule.per_element:
@@ -148,12 +150,15 @@ class TableOptimizer(Optimizer):
     def _placed(self, p: Tensor, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient of a table by row: of the ids that have one here, after taking rows for new ones."""
         rows = self.maps[p]
-        if isinstance(rows, LazyRows) and rows.owners is not None:
+        if rows.owners is not None and isinstance(rows, LazyRows):
             own = rows.owners.own(ids).nonzero().view(-1)
             if len(own) < len(ids):
                 ids, values = ids[own], values[own]
         indices, new = rows.place(ids)
+        updates = indices >= 0
+        if rows.owners is not None and isinstance(rows, RowMap):
+            updates &= rows.owners.own(indices)
+            new = new[updates[new]]
         if len(new):
             rows.write_first(ids[new], indices[new], p, self.state[p])
-        is_admitted = indices >= 0
-        return (indices, values) if bool(is_admitted.all()) else (indices[is_admitted], values[is_admitted])
+        return (indices, values) if bool(updates.all()) else (indices[updates], values[updates])

@@ -162,9 +162,9 @@ def check_divided(tables: Mapping[str, Table]) -> None:
     """Raise ValueError if rows of tables cannot be divided over ranks."""
     for name, table in tables.items():
         why = None
-        if table.rows is None:
-            why = "it has capacity=, and only a row with a fixed number has a rank that keeps it: give rows="
-        elif table.init_std is None:
+        if table.when_full == "grow":
+            why = 'it has when_full="grow": give it the capacity that it may need, as free rows take no memory'
+        elif table.rows is not None and table.init_std is None:
             why = "it needs init_std=, such as init_std=0.01: without it, each rank would write all rows at the start"
         elif table.directory is not None:
             why = "it has directory=, a file that the ranks of one host share: leave one of the two out"

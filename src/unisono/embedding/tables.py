@@ -77,11 +77,11 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
         super().__init__()
         # Not by add_module, which refuses the names of this class's attributes: a table may be called "items".
         self._modules |= {
-            name: RowTable(name, table) if table.pooling is None else BagTable(name, table)
+            name: (RowTable if table.pooling is None else BagTable)(name, table, divided=divided)
             for name, table in tables.items()
         }
         for module in tables_in([self]).values():
-            module.serving, module.is_divided = self._serving, divided
+            module.serving = self._serving
 
     # A mapping is equal to others with the same items, and cannot be hashed; a module must be itself alone.
     __eq__, __hash__ = object.__eq__, object.__hash__

@@ -20,7 +20,8 @@ from torch import Tensor
 from unisono.collectives.freed_wait import run_collective
 from unisono.collectives.world import World
 from unisono.embedding.id_order import ordered_ids
-from unisono.embedding.lazy_rows import LazyRows
+from unisono.embedding.located_rows import LocatedRows
+from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_owners import RowOwners
 from unisono.engine.message_exchange import MessageExchange
 from unisono.errors import UnisonoError
@@ -33,6 +34,8 @@ _MOST_NBYTES = 64 << 20
 """The rows of others that an evaluation keeps."""
 _MOST_SLOT_NBYTES = 32 << 10
 """A rank that is through with its samples sends empty slots in the rounds of others."""
+_NOBODY = -1
+"""Stands for the rank that has the row of an id without one."""
 _NOTHING = -1
 """Stands for the number of a table in the message of a rank that asks for no rows."""
 
@@ -43,7 +46,7 @@ class DividedTable(NamedTuple):
     name: str
     weight: Tensor
     """[rows, dim], with the rows that this rank has, and zeros."""
-    rows: LazyRows
+    rows: LocatedRows
     owners: RowOwners
     padding: int | None
     """An id whose row reads as zeros as long as it has not been written; None: there is none."""
@@ -53,14 +56,17 @@ class DividedTable(NamedTuple):
         """The size of a row."""
         return self.weight.shape[1] * self.weight.element_size()
 
-    def read(self, ids: Tensor) -> Tensor:
+    def read(self, rows: Tensor) -> Tensor:
         """Return the values of rows that this rank has, [n, dim]."""
-        source, places = self.rows.locate_own(self.weight.detach(), ids, padding=self.padding)
+        weight = self.weight.detach()
+        if isinstance(self.rows, RowMap):
+            return weight.index_select(0, rows)
+        source, places = self.rows.locate_own(weight, rows, padding=self.padding)
         return source.index_select(0, places)
 
 
 class FetchedRows:
-    """Rows of other ranks, by id.
+    """Rows of other ranks, by their number.
 
     >>> fetched = FetchedRows(torch.empty(0, 2))
     >>> fetched.add(torch.tensor([3, 7]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -72,30 +78,30 @@ class FetchedRows:
         self._count = 0
         self.values = like.new_empty((0, like.shape[1]))
         """The rows, and room for more behind them."""
-        self._ids = self._places = torch.empty(0, dtype=torch.int64)
+        self._rows = self._places = torch.empty(0, dtype=torch.int64)
 
     @property
     def nbytes(self) -> int:
         """The size of the rows."""
         return self._count * self.values.shape[1] * self.values.element_size()
 
-    def places(self, ids: Tensor) -> Tensor:
-        """Return where in `values` the row of each id is, [n]; -1 for those that are not there."""
+    def places(self, rows: Tensor) -> Tensor:
+        """Return where in `values` each row is, [n]; -1 for those that are not there."""
         if not self._count:
-            return torch.full_like(ids, -1)
-        found = torch.searchsorted(self._ids, ids).clamp_(max=self._count - 1)
-        return torch.where(self._ids[found] == ids, self._places[found], -1)
+            return torch.full_like(rows, -1)
+        found = torch.searchsorted(self._rows, rows).clamp_(max=self._count - 1)
+        return torch.where(self._rows[found] == rows, self._places[found], -1)
 
-    def add(self, ids: Tensor, values: Tensor) -> None:
-        """Add rows of different ids that are not there yet."""
-        start, self._count = self._count, self._count + len(ids)
+    def add(self, rows: Tensor, values: Tensor) -> None:
+        """Add different rows that are not there yet."""
+        start, self._count = self._count, self._count + len(rows)
         if self._count > len(self.values):
             larger = self.values.new_empty((max(2 * start, self._count), values.shape[1]))
             larger[:start] = self.values[:start]
             self.values = larger
         self.values[start : self._count] = values
-        every = torch.cat([self._ids, ids])
-        self._ids, order = torch.sort(every)
+        every = torch.cat([self._rows, rows])
+        self._rows, order = torch.sort(every)
         self._places = torch.cat([self._places, torch.arange(start, self._count)])[order]
 
 
@@ -148,13 +154,16 @@ class RowExchange:
         distinct, inverse = torch.unique_consecutive(ordered, return_inverse=True)
         places = torch.empty_like(order).index_copy_(0, order, inverse)
         values = table.weight.new_empty((len(distinct), table.weight.shape[1]))
-        owners = table.owners.of(distinct)
-        is_own = owners == self._world.rank
-        own, others = is_own.nonzero().view(-1), (~is_own).nonzero().view(-1)
-        if len(own):
-            values.index_copy_(0, own, table.read(distinct[own]))
-        if len(others):
-            values.index_copy_(0, others, self._of_others(number, distinct[others], owners[others]))
+        rows = table.rows.numbers(distinct)
+        owners = torch.where(rows < 0, _NOBODY, table.owners.of(rows))
+        if len(own := (owners == self._world.rank).nonzero().view(-1)):
+            values.index_copy_(0, own, table.read(rows[own]))
+        if len(new := (owners == _NOBODY).nonzero().view(-1)):
+            first = table.rows.first_values(distinct[new], table.weight.detach(), padding=table.padding)
+            values.index_copy_(0, new, first)
+        if len(own) + len(new) < len(distinct):
+            others = ((owners != self._world.rank) & (owners != _NOBODY)).nonzero().view(-1)
+            values.index_copy_(0, others, self._of_others(number, rows[others], owners[others]))
         return values, places
 
     def drain(self) -> None:
@@ -167,10 +176,10 @@ class RowExchange:
         while not is_done:
             is_done, _ = self._round(_NOTHING, nothing, nothing)
 
-    def _of_others(self, number: int, ids: Tensor, owners: Tensor) -> Tensor:
-        """Return the rows of different ids, ascending, that other ranks have."""
+    def _of_others(self, number: int, rows: Tensor, owners: Tensor) -> Tensor:
+        """Return the values of different rows that other ranks have."""
         table, fetched = self.tables[number], self._fetched[number]
-        places = fetched.places(ids)
+        places = fetched.places(rows)
         missing = (places < 0).nonzero().view(-1)
         if len(missing):
             if not self._is_open:
@@ -181,32 +190,32 @@ class RowExchange:
                 )
             if not self._keeps and fetched.nbytes > _MOST_NBYTES:
                 self._fetched[number] = fetched = FetchedRows(table.weight)
-                missing = torch.arange(len(ids))
-            wanted = ids[missing]
+                missing = torch.arange(len(rows))
+            wanted = rows[missing]
             fetched.add(wanted, self._round(number, wanted, owners[missing])[1])
-            places = fetched.places(ids)
+            places = fetched.places(rows)
         return fetched.values.index_select(0, places)
 
-    def _round(self, number: int, ids: Tensor, owners: Tensor) -> tuple[bool, Tensor]:
+    def _round(self, number: int, rows: Tensor, owners: Tensor) -> tuple[bool, Tensor]:
         """Ask other ranks for rows of one table, or for nothing, and answer them.
 
         Returns:
-            True if all ranks are through; and the rows, in the order of `ids`.
+            True if all ranks are through; and the rows, in the order of `rows`.
         """
         if self._is_broken:
             raise UnisonoError("rows of other ranks do not come any more, since an earlier exchange has failed")
         self._is_broken = True  # unless all of it succeeds
         with uncounted_collectives():
-            result = self._exchanged(number, ids, owners)
+            result = self._exchanged(number, rows, owners)
         confirm_group()
         self._is_broken = False
         return result
 
-    def _exchanged(self, number: int, ids: Tensor, owners: Tensor) -> tuple[bool, Tensor]:
+    def _exchanged(self, number: int, rows: Tensor, owners: Tensor) -> tuple[bool, Tensor]:
         size, rank = self._world.size, self._world.rank
         order = torch.argsort(owners, stable=True)
         wanted: list[int] = torch.bincount(owners, minlength=size).tolist()
-        requests = torch.split(ids.index_select(0, order).view(torch.uint8), [8 * count for count in wanted])
+        requests = torch.split(rows.index_select(0, order).view(torch.uint8), [8 * count for count in wanted])
         told, asked = self._requests.exchange(requests, (int(self._is_open), number))
         row_nbytes = [0 if of_rank == _NOTHING else self.tables[of_rank].row_nbytes for _, of_rank in told]
         is_done = not any(is_open for is_open, _ in told)
@@ -220,9 +229,9 @@ class RowExchange:
         received = torch.empty(sum(wanted) * row_nbytes[rank], dtype=torch.uint8)
         taken = [count * row_nbytes[rank] for count in wanted]
         run_collective(dist.all_to_all_single, received, answer, taken, sent, group=self._group)
-        self.sent_nbytes += ids.nbytes + sum(sent)
+        self.sent_nbytes += rows.nbytes + sum(sent)
         if number == _NOTHING:
             return is_done, received
         table = self.tables[number].weight
-        values = table.new_empty((len(ids), table.shape[1]))
-        return is_done, values.index_copy_(0, order, received.view(table.dtype).view(len(ids), -1))
+        values = table.new_empty((len(rows), table.shape[1]))
+        return is_done, values.index_copy_(0, order, received.view(table.dtype).view(len(rows), -1))

@@ -32,7 +32,7 @@ class RowedTensor(NamedTuple):
 
     table: DividedTable
     kind: Literal["weight", "written", "state"]
-    """The rows, which of them have been written, or a part of their state in an optimizer."""
+    """The rows, which of them have been written, or what a row may have beside that: state, or values without an id."""
     form: Tensor
     """Of its type and shape; on the meta device."""
     tensor: Callable[[], Tensor]
@@ -60,18 +60,23 @@ class RowTransfer:
 
     def present(self, table: DividedTable, start: int, stop: int) -> Tensor:
         """Return whether rows start <= row < stop of this rank are present, [n]: 0 for those that are not."""
-        own = table.rows.written.detach()[start:stop]
+        own = table.rows.present(start, stop)
         rows = self._with_state[id(table.rows)]
         inside = rows[(rows >= start) & (rows < stop)] if len(rows) else rows
         return own.index_fill(0, inside - start, 1) if len(inside) else own
 
-    def serve(self) -> None:
-        """Send rows to rank 0 until it calls `end`, on each other rank."""
+    def serve(self, order: Tensor | None = None) -> None:
+        """Send rows to rank 0 until it calls `end`, on each other rank.
+
+        Args:
+            order: The rows of which rank 0 asks for some that follow each other, the same on all ranks; None: all rows
+                as they are numbered.
+        """
         while True:
             number, start, stop = self._asked()
             if number == _END:
                 return
-            self._send(number, start, stop)
+            self._send(*self._own(number, start, stop, order))
 
     def end(self) -> None:
         """Let the other ranks go on, on rank 0."""
@@ -121,10 +126,13 @@ class RowTransfer:
                     self._note_state(table, which if kind == "state" else places[before != 0])
 
     def _note_state(self, table: DividedTable, rows: Tensor) -> None:
-        """Note those of some rows with state that do not count as written, once it is known which have been."""
-        unwritten = rows[table.rows.written.detach().index_select(0, rows) == 0]
-        if len(unwritten):
-            self._with_state[id(table.rows)] = torch.unique(torch.cat([self._with_state[id(table.rows)], unwritten]))
+        """Note those of some rows of a chunk with state that do not count as present, once it is known which do."""
+        if not len(rows):
+            return
+        first = int(rows.min())
+        absent = rows[table.rows.present(first, int(rows.max()) + 1)[rows - first] == 0]
+        if len(absent):
+            self._with_state[id(table.rows)] = torch.unique(torch.cat([self._with_state[id(table.rows)], absent]))
 
     def deliver(
         self,
@@ -186,11 +194,11 @@ class RowTransfer:
         for start in range(0, rows, step):
             yield self.fetch(number, start, min(start + step, rows))
 
-    def fetch(self, number: int, start: int, stop: int) -> Tensor:
-        """Return rows start <= row < stop of a tensor, on rank 0; see `column`."""
+    def fetch(self, number: int, start: int, stop: int, order: Tensor | None = None) -> Tensor:
+        """Return rows of a tensor from number `start` to before `stop` in an order, on rank 0; see `serve`."""
         self._asked((number, start, stop))
         form, group = self.tensors[number].form, self._world.group
-        places, values = self._own(number, start, stop)
+        places, values = self._own(number, start, stop, order)
         chunk = torch.zeros((stop - start, *form.shape[1:]), dtype=form.dtype)
         chunk.index_copy_(0, places, values)
         for rank, count in enumerate(self._counts(0)):
@@ -202,16 +210,19 @@ class RowTransfer:
                 chunk.index_copy_(0, places, values)
         return chunk
 
-    def _send(self, number: int, start: int, stop: int) -> None:
-        places, values = self._own(number, start, stop)
+    def _send(self, places: Tensor, values: Tensor) -> None:
         self._counts(len(places))
         if len(places):
             dist.send(places, group=self._world.group, group_dst=0)
             dist.send(as_bytes(values), group=self._world.group, group_dst=0)
 
-    def _own(self, number: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _own(self, number: int, start: int, stop: int, order: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the rows of this rank that are present, counted from `start`, and their values."""
         table, _, _, get = self.tensors[number]
+        if order is not None:
+            rows = order[start:stop]
+            places = table.owners.own(rows).nonzero().view(-1)
+            return places, get()[rows[places]]
         places = self.present(table, start, stop).nonzero().view(-1)
         return places, get()[places + start]
 

@@ -4,7 +4,8 @@ Such a gradient is stored as row indices and values (a coalesced COO tensor), so
 the table. Sums follow the plan's tree; a row that only one side has is kept as it is. Each rank sums its leaves, and
 the sums of all come to all ranks (`engine.all_gather_v`): in shared memory, where each rank reads what it needs, or in
 a message. Each rank finishes the tree separately, for all rows of a table or for those that it updates. Of a table
-whose rows are divided over ranks, each gets the sums of its own rows alone.
+whose rows are divided over ranks, each gets the sums of its own rows alone. In a dynamic one, nobody knows which rank
+will have the row of a new id, so its sums go to all, and so do the ids that change the map from ids to rows.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.located_rows import LocatedRows
+from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_owners import RowOwners, range_by_sample
 from unisono.embedding.row_sums import SummedRows, add_row_gradients, row_gradient, rows_of
 from unisono.embedding.table_optimizer import TableOptimizer
@@ -24,6 +25,7 @@ from unisono.engine.all_gather_v import AllGatherV, GroupAllToAllV, MessageReade
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
 from unisono.engine.node_sums import Gradients, NodeSum, take
+from unisono.engine.row_dealing import by_rank, by_rank_and_news, counted_by
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.errors import LossError
@@ -96,7 +98,7 @@ def maps_of(optimizer: Optimizer, tables: Trained) -> dict[int, LocatedRows]:
 
 def owners_of(maps: Mapping[int, LocatedRows]) -> dict[int, RowOwners]:
     """Return the owners of rows that are divided over ranks, by number."""
-    return {k: rows.owners for k, rows in maps.items() if isinstance(rows, LazyRows) and rows.owners is not None}
+    return {k: rows.owners for k, rows in maps.items() if rows.owners is not None}
 
 
 class TableSums:
@@ -126,6 +128,10 @@ class TableSums:
     ) -> None:
         self.tables, self.divided, self._maps = tables, frozenset(divided), maps or {}
         self._owners, self._all_to_all = owners_of(self._maps), all_to_all
+        self._divided_maps = {
+            k: rows for k, rows in self._maps.items() if k in self._owners and isinstance(rows, RowMap)
+        }
+        """The maps of dynamic tables whose rows are divided over ranks."""
         self.exist = bool(tables.names)
         """False if there is no table. The calls of a step then do nothing, and may be left out."""
         self.totals: Gradients = []
@@ -176,20 +182,26 @@ class TableSums:
         return parts
 
     def _divided_messages(self, own: _Sums, *, ranks: int) -> list[list[Tensor]]:
-        """Return the message to each rank: of divided tables, with its rows alone."""
+        """Return the message to each rank: of divided tables, with its rows alone.
+
+        The ids that change the maps of dynamic tables come last.
+        """
         of_ranks: list[_Sums] = [[] for _ in range(ranks)]
+        announced: dict[int, list[Tensor]] = {k: [] for k in self._divided_maps}
         for number, summed in enumerate(own):
-            owners = self._owners.get(number % len(self.tables.names))
-            if summed is None or owners is None:
+            k = number % len(self.tables.names)
+            if summed is None or k not in self._owners:
                 parts: Iterable[SummedRows | None] = [summed] * ranks
+            elif k in self._divided_maps:
+                parts, noted = by_rank_and_news(summed, self._divided_maps[k], self._owners[k], ranks)
+                announced[k].append(noted)
             else:
-                of_rows, order = torch.sort(owners.of(summed.rows), stable=True)
-                counts = torch.bincount(of_rows, minlength=ranks).tolist()
-                rows, values = summed.rows[order], summed.values[order]
-                parts = map(SummedRows, torch.split(rows, counts), torch.split(values, counts))
+                parts = by_rank(summed, self._owners[k], ranks)
             for of_rank, part in zip(of_ranks, parts, strict=True):
                 of_rank.append(part)
-        return [self._message(of_rank) for of_rank in of_ranks]
+        lists = [torch.cat(ids or [torch.empty(0, dtype=torch.int64)]) for ids in announced.values()]
+        ids = [torch.tensor([*map(len, lists)], dtype=torch.int64), *lists] if lists else []
+        return [self._message(of_rank) + ids for of_rank in of_ranks]
 
     def collect(self, step: StepTransaction) -> None:
         """Receive the sums of all ranks, and complete those of tables that are not divided.
@@ -200,13 +212,20 @@ class TableSums:
             return
         exchange = self._all_gather if self._all_to_all is None else self._all_to_all
         found: dict[Node, _Sums] = {}
+        announced: list[list[Tensor]] = [[] for _ in self._divided_maps]
         messages: Sequence[Tensor | None] = [None] if exchange is None else exchange.collect(step)
         for rank, (nodes, message) in enumerate(zip(self._layout.nodes, messages, strict=True)):
             if message is None or (rank == self._rank and self._all_to_all is None):  # it need not be read again
                 found.update((own.node, own.total()) for own in self._sums)
-            else:
-                found.update(self._read(message, nodes))
+                continue
+            reader = MessageReader(message)
+            found.update(self._read(reader, nodes, message.device))
+            if announced:
+                for ids, count in zip(announced, reader.next(torch.int64, len(announced)).tolist(), strict=True):
+                    ids.append(reader.next(torch.int64, count))
         self._sums = []
+        for rows, ids in zip(self._divided_maps.values(), announced, strict=True):
+            rows.announced = ids
         tables = range(len(self.tables.names))
         self._parts = [
             {node: summed for node, sums in found.items() if (summed := sums[k]) is not None} for k in tables
@@ -226,6 +245,8 @@ class TableSums:
     def rows(self, table: int) -> list[Tensor]:
         """Return the rows of a table in this step's sums, or the ids of a dynamic one. They may be repeated."""
         total = self.totals[table]
+        if table in self._divided_maps and (announced := self._divided_maps[table].announced) is not None:
+            return [*announced]
         if total is None:
             return [summed.rows for summed in self._parts[table].values()]
         return [rows_of(total).rows] if total.is_sparse else []
@@ -250,9 +271,16 @@ class TableSums:
             total = self.totals[k]
             assert total is not None
             own[k] = rows_of(total)
+            if k in self._divided_maps:
+                own[k] = counted_by(self._rank, rows_of(total), self._divided_maps[k], self._owners[k])
+                self._divided_maps[k].announced = None  # p.grad has all ids
         self._all_gather.post(self._message(own))
         whole = Node(0, self._layout.leaves)
-        found = [sums for message in self._all_gather.collect(step) for _, sums in self._read(message, [whole])]
+        found = [
+            sums
+            for message in self._all_gather.collect(step)
+            for _, sums in self._read(MessageReader(message), [whole], message.device)
+        ]
         for k in divided:
             p, of_ranks = self.tables.parameters[k], [each for sums in found if (each := sums[k]) is not None]
             rows, order = torch.sort(torch.cat([each.rows for each in of_ranks]))
@@ -317,10 +345,9 @@ class TableSums:
         shapes = [p.shape for p in self.tables.parameters]
         return [_add_tables(*each) for each in zip(left, right, shapes, strict=True)]
 
-    def _read(self, message: Tensor, nodes: Sequence[Node]) -> list[tuple[Node, _Sums]]:
+    def _read(self, reader: MessageReader, nodes: Sequence[Node], device: torch.device) -> list[tuple[Node, _Sums]]:
         """Return a rank's sums by node, as views of its message where devices are the same."""
         tables = self.tables.parameters
-        reader = MessageReader(message)
         left = iter(reader.next(torch.int64, len(nodes) * len(tables)).tolist())
         found: list[tuple[Node, _Sums]] = []
         for node in nodes:
@@ -332,7 +359,7 @@ class TableSums:
                     continue
                 indices = reader.next(torch.int64, count)
                 values = reader.next(p.dtype, count * p.shape[1:].numel()).view(count, *p.shape[1:])
-                if p.device != message.device:
+                if p.device != device:
                     indices, values = indices.to(p.device), values.to(p.device)
                 sums.append(SummedRows(indices, values))
             found.append((node, sums))

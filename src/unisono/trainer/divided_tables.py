@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
-from unisono.embedding.lazy_rows import ReadRows
+from unisono.embedding.lazy_rows import LazyRows
+from unisono.embedding.located_rows import ReadRows
+from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_optimizers import rule_named
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.model_contents import parameter_names
@@ -123,9 +125,13 @@ class DividedTables:
         for table in self.exchange.tables:
             weight = table.weight
             table.rows.collect = partial(self._collect, len(listed))
-            add(table, "weight", ("model", names[id(weight)]), weight, weight.detach)
-            written = table.rows.written
-            add(table, "written", ("model", names[id(written)]), written, written.detach)
+            of_weight = ("model", names[id(weight)])
+            if isinstance(table.rows, LazyRows):
+                add(table, "weight", of_weight, weight, weight.detach)
+                written = table.rows.written
+                add(table, "written", ("model", names[id(written)]), written, written.detach)
+            else:
+                add(table, "state", of_weight, weight, weight.detach)  # a row may have values without an id
             for key, optimizer in self._optimizers.items():
                 if not isinstance(optimizer, TableOptimizer):
                     continue
@@ -215,17 +221,25 @@ class DividedTables:
         self._transfer.distribute(number, rowed.tensor(), spans, read or _unread)
 
     def _collect(self, number: int, write: Callable[[ReadRows], None]) -> None:
-        """Let rank 0 write the rows of a table; see `LazyRows.collect`. The next tensor is `written`."""
-        fetch = self._transfer.fetch
-        with raised_on_all(self._world, "export_rows"), self._serving():
+        """Let rank 0 write the rows of a table; see `LocatedRows.collect`. The next tensor is `written`."""
+        fetch, rows = self._transfer.fetch, self._transfer.tensors[number].table.rows
+        order = rows.in_order() if isinstance(rows, RowMap) else None
+
+        def read(start: int, stop: int) -> tuple[Tensor, Tensor]:
+            values = fetch(number, start, stop, order)
+            if order is not None:
+                return values, torch.ones(len(values), dtype=torch.uint8)
+            return values, fetch(number + 1, start, stop)
+
+        with raised_on_all(self._world, "export_rows"), self._serving(order):
             if self._world.rank == 0:
-                write(lambda start, stop: (fetch(number, start, stop), fetch(number + 1, start, stop)))
+                write(read)
 
     @contextmanager
-    def _serving(self) -> Iterator[None]:
-        """Let rank 0 ask for rows in this context, and others answer before it."""
+    def _serving(self, order: Tensor | None = None) -> Iterator[None]:
+        """Let rank 0 ask for rows in this context, and others answer before it; see `RowTransfer.serve`."""
         if self._world.rank != 0:
-            self._transfer.serve()
+            self._transfer.serve(order)
             yield
             return
         try:

@@ -10,6 +10,8 @@ from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.embedding.lazy_rows import LazyRows
+from unisono.embedding.located_rows import LocatedRows
+from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_owners import RowOwners
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
@@ -79,9 +81,12 @@ def _check_equal(world: World, modules: list[RowTable | BagTable]) -> None:
     """Compare the rows that were written before they are divided: all ranks have all of these."""
     own = []
     for module in modules:
-        assert isinstance(module.rows, LazyRows)
-        which = module.rows.written.detach().nonzero().view(-1)
-        own.append((module.name, digest({"which": which, "rows": module.weight.detach()[which]})))
+        assert module.rows is not None
+        which = _present(module.rows, len(module.weight))
+        found = {"which": which, "rows": module.weight.detach()[which]}
+        if isinstance(module.rows, RowMap):
+            found["ids"] = module.rows.ids.detach()[which]
+        own.append((module.name, digest(found)))
     for rank, theirs in enumerate(world.gather(own, "Trainer dividing tables")):
         differing = [name for (name, mine), (_, other) in zip(own, theirs, strict=True) if mine != other]
         if differing:
@@ -95,21 +100,27 @@ def _check_equal(world: World, modules: list[RowTable | BagTable]) -> None:
 def _divided(world: World, module: RowTable | BagTable, optimizers: Mapping[str, Optimizer]) -> DividedTable:
     """Leave the own rows of a table, and of the state of its optimizer, to this rank."""
     weight, rows = module.weight, module.rows
-    assert isinstance(rows, LazyRows)
+    assert rows is not None
     row_nbytes = weight.shape[1] * weight.element_size()
+    there = _present(rows, len(weight))
     owners = rows.owners = RowOwners(len(weight), row_nbytes, rank=world.rank, ranks=world.size)
-    written = rows.written.detach().nonzero().view(-1)
-    own = written[owners.own(written)]
+    own = there[owners.own(there)]
 
     def part(tensor: Tensor) -> Tensor:
         made = zero_memory(tensor.shape, tensor.dtype, small_pages=True)
         return made.index_copy_(0, own, tensor.detach()[own])
 
     weight.data = part(weight)
-    rows.written.zero_()
-    rows.written[own] = 1
+    if isinstance(rows, LazyRows):
+        rows.written.zero_()
+        rows.written[own] = 1
     for optimizer in optimizers.values():
         if isinstance(optimizer, TableOptimizer) and (state := optimizer.state.get(weight)):
             state.update({k: part(v) for k, v in state.items() if isinstance(v, Tensor) and len(v) == len(weight)})
     padding = module.padding_idx if isinstance(module, RowTable) else None
     return DividedTable(module.name, weight, rows, owners, padding)
+
+
+def _present(rows: LocatedRows, length: int) -> Tensor:
+    """Return the rows of a table that have values, before they are divided."""
+    return rows.present(0, length).nonzero().view(-1)
