@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -255,6 +257,32 @@ def test_a_rank_that_is_asked_to_end_when_its_work_is_done_ends_as_its_program_d
     job = run_ranks(2, LATE, case, tmp_path)
     assert [job.lines(rank) for rank in range(2)] == [["after the loop"]] * 2
     assert "replaced" not in job.said and "Traceback" not in job.said
+
+
+AT_EXIT = """
+import atexit, os, signal
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)  # what is registered first is called last
+import torch, unisono
+from torch import nn
+from torch.utils.data import TensorDataset
+
+model = nn.Linear(8, 2)
+trainer = unisono.Trainer(
+    model, torch.optim.SGD(model.parameters(), lr=0.01), virtual_ranks=2, progress=False, directory="run"
+)
+for batch in trainer.batches(TensorDataset(torch.randn(16, 8)), batch_size=8):
+    trainer.step(lambda model, batch: model(batch[0]).square().sum(1), batch)
+    raise ValueError("of the loop")
+"""
+
+
+def test_a_program_that_fails_and_is_then_asked_to_end_shows_its_own_error_alone(tmp_path):
+    (script := tmp_path / "script.py").write_text(AT_EXIT)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    assert "ValueError: of the loop" in done.stderr and "SystemExit" not in done.stderr, done.stderr
 
 
 def test_a_rank_that_is_asked_to_end_in_the_last_step_of_a_loop_ends_in_the_next_one(run_ranks, tmp_path):

@@ -17,7 +17,7 @@ from unisono.trainer.assembly import Gathering, TrainerParts
 from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.save_rule import Place
-from unisono.trainer.stop_signals import StopSignals
+from unisono.trainer.stop_signals import StopSignals, ignore_at_end
 from unisono.watch import EventLog
 
 __all__ = ["SavePoints"]
@@ -54,6 +54,7 @@ class SavePoints:
         else:
             self._keeper.take_over(position.saved)
         self._rescue: Rescue | None = None
+        ignore_at_end()
         if self._keeper.writes:
             self._keeper.on_taken(self._asked.rescue)
             self._rescue = Rescue(self._asked)

@@ -7,6 +7,7 @@ the loop asks for the next batch. Start reading at `StopSignals.__call__`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -18,7 +19,7 @@ from typing import NoReturn
 
 from unisono.program_end import note_signal
 
-__all__ = ["StopSignals"]
+__all__ = ["StopSignals", "ignore_at_end"]
 
 # A terminal sends Ctrl-C to all processes of a job, and some launchers forward it too: that does not count as a second.
 _SAME_S = 0.5
@@ -26,6 +27,19 @@ _SAME_S = 0.5
 _LINGER_S = 1.0
 
 _Stop = Callable[[], bool]
+
+
+def ignore_at_end() -> None:
+    """Ignore SIGTERM while the process ends, after all that is registered to be called at exit from now on.
+
+    There is nothing left to save then, and an exception would be printed as one that is ignored.
+    """
+    atexit.register(_ignore)
+
+
+def _ignore() -> None:
+    if isinstance(signal.getsignal(signal.SIGTERM), StopSignals):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class StopSignals:
