@@ -139,7 +139,7 @@ class RowMap(LocatedRows):
         found = torch.zeros(stop - start, dtype=torch.uint8, device=self.ids.device)
         if (count := min(stop, self._most) - start) > 0:
             rows = torch.arange(start, start + count, device=self.ids.device)
-            found[:count] = 1 if self.owners is None else self.owners.own(rows)
+            found[:count] = 1 if self.owners is None else self.owners.keep(rows)
         return found
 
     def are_admitted(self, ids: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Which rank has which rows of a table that is divided over ranks, and which rows of a step it updates. Pure.
 
 Rows are dealt in blocks, by a hash of the number of the block: often the first ids are the frequent ones, and they
-spread over ranks. A block of a large table is a page of memory, so no page is needed on two ranks.
+spread over ranks. A block of a large table is a page of memory, so no page is needed on two ranks without need. Where
+each row is kept twice, so that it survives its rank, the second one is that of another host, if there are several.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from unisono.embedding.initial_rows import mixed
@@ -23,22 +25,23 @@ _SAMPLED = 32
 
 
 class RowOwners:
-    """The owners of the rows of one table.
+    """The owners of the rows of one table: the ranks that tell others what is in a row.
 
     Args:
         rows: The number of rows.
         row_nbytes: The size of a row.
         rank: This rank.
         ranks: The number of ranks.
+        shift: How much greater the number of the rank that keeps a row, too, is than that of its owner; 0: there is
+            none. Not a multiple of `ranks` otherwise.
 
-    >>> import torch
     >>> owners = RowOwners(100_000, 64, rank=0, ranks=3)
     >>> owners.block_length, torch.bincount(owners.of(torch.arange(100_000))).tolist()
     (64, [31168, 33568, 35264])
     """
 
-    def __init__(self, rows: int, row_nbytes: int, *, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
+    def __init__(self, rows: int, row_nbytes: int, *, rank: int, ranks: int, shift: int = 0) -> None:
+        self._rank, self._ranks, self.shift = rank, ranks, shift
         # Of a small table pages would be few, and it has no pages of its own.
         is_small = rows * row_nbytes < LEAST_NBYTES
         self._bits = 0 if is_small else (PAGE_NBYTES // math.gcd(PAGE_NBYTES, row_nbytes)).bit_length() - 1
@@ -49,7 +52,7 @@ class RowOwners:
         return 1 << self._bits
 
     def of(self, ids: Tensor) -> Tensor:
-        """Return the rank that has each row, [n], int64."""
+        """Return the owner of each row, [n], int64."""
         return self._rank_of(ids >> self._bits)
 
     def of_new(self, ids: Tensor) -> Tensor:
@@ -57,8 +60,30 @@ class RowOwners:
         return self._rank_of(ids)
 
     def own(self, ids: Tensor) -> Tensor:
-        """Return True for each row that this rank has, [n]."""
+        """Return True for each row that this rank owns, [n]."""
         return self.of(ids) == self._rank
+
+    def keep(self, ids: Tensor) -> Tensor:
+        """Return True for each row that this rank keeps, [n]."""
+        return self.kept_by(self._rank, self.of(ids))
+
+    def kept_by(self, rank: int, owners: Tensor) -> Tensor:
+        """Return True for each row that a rank keeps, [n].
+
+        Args:
+            rank: The rank.
+            owners: The owner of each row.
+        """
+        is_own = owners == rank
+        return is_own | (owners == (rank - self.shift) % self._ranks) if self.shift else is_own
+
+    def other_keeper(self, owners: Tensor) -> Tensor:
+        """Return the rank that keeps each row beside this one, [n]; only of rows that this rank keeps.
+
+        Args:
+            owners: The owner of each row.
+        """
+        return torch.where(owners == self._rank, (self._rank + self.shift) % self._ranks, owners)
 
     def _rank_of(self, numbers: Tensor) -> Tensor:
         ranks: Tensor = mixed(numbers).bitwise_right_shift_(33).bitwise_and_(2**31 - 1)

@@ -52,7 +52,7 @@ class RowTable(nn.Embedding):
             self.reset_parameters()
         self.serving: Serving | None = None
         """The servers that update it; None: ranks do."""
-        self.is_divided = divided
+        self.is_divided, self.keeps_twice = divided, False
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
         if table.when_full == "grow" or table.is_lazy or file is not None or divided:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
@@ -104,7 +104,7 @@ class BagTable(nn.EmbeddingBag):
             self.reset_parameters()
         self.serving: Serving | None = None
         """The servers that update it; None: ranks do."""
-        self.is_divided = divided
+        self.is_divided, self.keeps_twice = divided, False
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
         if table.when_full == "grow" or table.is_lazy or file is not None or divided:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]

@@ -151,13 +151,13 @@ class TableOptimizer(Optimizer):
         """Return the gradient of a table by row: of the ids that have one here, after taking rows for new ones."""
         rows = self.maps[p]
         if rows.owners is not None and isinstance(rows, LazyRows):
-            own = rows.owners.own(ids).nonzero().view(-1)
-            if len(own) < len(ids):
-                ids, values = ids[own], values[own]
+            kept = rows.owners.keep(ids).nonzero().view(-1)
+            if len(kept) < len(ids):
+                ids, values = ids[kept], values[kept]
         indices, new = rows.place(ids)
         updates = indices >= 0
         if rows.owners is not None and isinstance(rows, RowMap):
-            updates &= rows.owners.own(indices)
+            updates &= rows.owners.keep(indices)
             new = new[updates[new]]
         if len(new):
             rows.write_first(ids[new], indices[new], p, self.state[p])

@@ -41,6 +41,8 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
             whole, or of each row a range of columns ("column").
         divided: Where the ranks of a Trainer share no memory, as on several hosts, each keeps a part of the rows, and
             those of others come to it in each lookup. Where they share memory, there is one copy anyhow.
+        copies: With divided=True, on how many ranks each row is. With 2, on two hosts if there are several, and a rank
+            that dies is replaced alone.
 
     Raises:
         TypeError, ValueError: They are no settings, or there are none; the servers are not those of the job; or a table
@@ -57,6 +59,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
         consistency: str = "sync",
         placement: Literal["hash", "range", "table", "column"] = "hash",
         divided: bool = False,
+        copies: Literal[1, 2] = 1,
     ) -> None:
         if not tables:
             raise ValueError("there is no table: give Tables at least one, by name")
@@ -68,12 +71,16 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
                     f"{name!r} cannot be the name of a table, since it is a part of its parameters' names: give it one "
                     "without dots"
                 )
+        if copies not in {1, 2}:
+            raise ValueError(f"copies={copies!r}: each row is on one rank or on two")
         if flag("divided", divided):
             check_divided(tables)
+        elif copies > 1:
+            raise ValueError(f"copies={copies} is for rows that are divided over ranks: give divided=True, too")
         self._serving = serving_for(tables, servers, consistency, placement, os.environ)
         # A process that takes the place of a rank maps the files of the others; see `engine/shared/table_files.py`.
         have_files = recovery_link.current is not None and recovery_link.current.is_new
-        check_room(tables, have_files=have_files, part=part_of_host(os.environ) if divided else 1.0)
+        check_room(tables, have_files=have_files, part=min(copies * part_of_host(os.environ), 1.0) if divided else 1.0)
         super().__init__()
         # Not by add_module, which refuses the names of this class's attributes: a table may be called "items".
         self._modules |= {
@@ -81,7 +88,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
             for name, table in tables.items()
         }
         for module in tables_in([self]).values():
-            module.serving = self._serving
+            module.serving, module.keeps_twice = self._serving, copies > 1
 
     # A mapping is equal to others with the same items, and cannot be hashed; a module must be itself alone.
     __eq__, __hash__ = object.__eq__, object.__hash__

@@ -197,7 +197,10 @@ class CollectiveEngine(GradientAccumulation):
         hooked = is_hooked(self._optimizer, *parts_of(self._optimizer))
         if hooked or any(each is not None for each in (scaler, clip, change)):
             self._tables.assemble(self._step)
-        return prepare_whole(self._given.parameters, self._optimizer, preparation)
+        norm = prepare_whole(self._given.parameters, self._optimizer, preparation)
+        if self._exchange is not None and self._exchange.updates is not None:
+            self._exchange.updates.agree(parts_of(self._optimizer))
+        return norm
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""

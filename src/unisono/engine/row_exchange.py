@@ -23,6 +23,7 @@ from unisono.embedding.id_order import ordered_ids
 from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_owners import RowOwners
+from unisono.engine.kept_updates import KeptUpdates
 from unisono.engine.message_exchange import MessageExchange
 from unisono.errors import UnisonoError
 from unisono.job.current import confirm_group
@@ -106,23 +107,23 @@ class FetchedRows:
 
 
 class RowExchange:
-    """The lookups of one run in its divided tables. Every rank must make it.
+    """The lookups of one run in its divided tables. Every rank must make it, and call `connect`.
 
     The calls are `begin`, `look_up` as often as this rank needs, and `drain`. It has a process group of its own, so
     what else is on its way does not matter. Traffic: the distinct ids of a step that other ranks have, 8 bytes each,
     and their rows; and some numbers for each pair of ranks in each round.
 
     Args:
-        world: The ranks.
+        world: The ranks. A rank that takes the place of another one has no group yet.
         tables: The tables, the same on all ranks.
     """
 
     def __init__(self, world: World, tables: Sequence[DividedTable]) -> None:
         self._world, self.tables = world, tables
-        self._group = dist.new_group(timeout=timedelta(seconds=world.timeout_s))
-        self._requests = MessageExchange(
-            size=world.size, rank=world.rank, group=self._group, most=_MOST_SLOT_NBYTES, notes=2
-        )
+        self._group: dist.ProcessGroup | None = None
+        self._requests: MessageExchange | None = None
+        self.updates = KeptUpdates(world, [table.weight for table in tables]) if self.shift else None
+        """Lets ranks end a step in which another one dies; None if rows are not kept twice."""
         self._fetched = [FetchedRows(table.weight) for table in tables]
         self._is_open = self._keeps = self._is_broken = False
         self.steps = 0
@@ -132,11 +133,32 @@ class RowExchange:
         for number, table in enumerate(tables):
             table.rows.look_up = partial(self.look_up, number)
 
+    @property
+    def shift(self) -> int:
+        """See `RowOwners`."""
+        return self.tables[0].owners.shift
+
+    def connect(self) -> None:
+        """Make a process group for the ranks that there are now. Every one of these must call it."""
+        world = self._world
+        self._is_open = self._is_broken = False
+        self._group = dist.new_group(timeout=timedelta(seconds=world.timeout_s))
+        self._requests = MessageExchange(
+            size=world.size, rank=world.rank, group=self._group, most=_MOST_SLOT_NBYTES, notes=2
+        )
+
+    def disconnect(self) -> None:
+        """Release the process group."""
+        self._group = self._requests = None
+        self._is_open = False
+
     def begin(self, *, is_step: bool) -> None:
         """Begin a step, or an evaluation, which writes no rows. Every rank must call it; local."""
         self._fetched = [FetchedRows(table.weight) for table in self.tables]
         self._is_open, self._keeps = True, is_step
         self.steps += is_step
+        if is_step and self.updates is not None:
+            self.updates.forget()
 
     @torch.no_grad()
     def look_up(self, number: int, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,13 +178,14 @@ class RowExchange:
         values = table.weight.new_empty((len(distinct), table.weight.shape[1]))
         rows = table.rows.numbers(distinct)
         owners = torch.where(rows < 0, _NOBODY, table.owners.of(rows))
-        if len(own := (owners == self._world.rank).nonzero().view(-1)):
-            values.index_copy_(0, own, table.read(rows[own]))
-        if len(new := (owners == _NOBODY).nonzero().view(-1)):
+        is_kept, is_new = table.owners.kept_by(self._world.rank, owners), owners == _NOBODY
+        if len(kept := is_kept.nonzero().view(-1)):
+            values.index_copy_(0, kept, table.read(rows[kept]))
+        if len(new := is_new.nonzero().view(-1)):
             first = table.rows.first_values(distinct[new], table.weight.detach(), padding=table.padding)
             values.index_copy_(0, new, first)
-        if len(own) + len(new) < len(distinct):
-            others = ((owners != self._world.rank) & (owners != _NOBODY)).nonzero().view(-1)
+        if len(kept) + len(new) < len(distinct):
+            others = (is_kept | is_new).logical_not_().nonzero().view(-1)
             values.index_copy_(0, others, self._of_others(number, rows[others], owners[others]))
         return values, places
 
@@ -216,6 +239,7 @@ class RowExchange:
         order = torch.argsort(owners, stable=True)
         wanted: list[int] = torch.bincount(owners, minlength=size).tolist()
         requests = torch.split(rows.index_select(0, order).view(torch.uint8), [8 * count for count in wanted])
+        assert self._requests is not None
         told, asked = self._requests.exchange(requests, (int(self._is_open), number))
         row_nbytes = [0 if of_rank == _NOTHING else self.tables[of_rank].row_nbytes for _, of_rank in told]
         is_done = not any(is_open for is_open, _ in told)

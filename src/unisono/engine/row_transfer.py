@@ -8,7 +8,7 @@ loaded in which they were not. Others are zeros. Start reading at `RowTransfer.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -59,11 +59,19 @@ class RowTransfer:
         """By table, the rows of this rank that have state and may count as not written."""
 
     def present(self, table: DividedTable, start: int, stop: int) -> Tensor:
-        """Return whether rows start <= row < stop of this rank are present, [n]: 0 for those that are not."""
-        own = table.rows.present(start, stop)
+        """Return whether rows start <= row < stop that this rank owns are present, [n]: 0 for those that are not."""
+        kept = self._kept(table, start, stop)
+        if not table.owners.shift:
+            return kept
+        which = kept.nonzero().view(-1)
+        return torch.zeros_like(kept).index_fill_(0, which[table.owners.own(which + start)], 1)
+
+    def _kept(self, table: DividedTable, start: int, stop: int) -> Tensor:
+        """Return the same of rows that this rank keeps."""
+        kept = table.rows.present(start, stop)
         rows = self._with_state[id(table.rows)]
         inside = rows[(rows >= start) & (rows < stop)] if len(rows) else rows
-        return own.index_fill(0, inside - start, 1) if len(inside) else own
+        return kept.index_fill(0, inside - start, 1) if len(inside) else kept
 
     def serve(self, order: Tensor | None = None) -> None:
         """Send rows to rank 0 until it calls `end`, on each other rank.
@@ -88,7 +96,7 @@ class RowTransfer:
         return RowColumn(form, partial(self._chunks, number))
 
     def distribute(self, number: int, into: Tensor, spans: Sequence[range], read: Callable[[int, int], Tensor]) -> None:
-        """Let each rank write its own rows of a tensor, which some ranks read. Every rank must call it.
+        """Let each rank write the rows that it keeps of a tensor, which some ranks read. Every rank must call it.
 
         Rows of zeros are not sent, and not written to where there are zeros, so they take no memory. Memory: a chunk of
         each rank that reads. Traffic: the other rows, and their numbers.
@@ -107,16 +115,19 @@ class RowTransfer:
             values = read(mine.start, mine.stop) if len(mine) else torch.empty((0, *form.shape[1:]), dtype=form.dtype)
             present = _has_bits(values).nonzero().view(-1)
             rows = present + mine.start
-            owners = table.owners.of(rows)
-            order = torch.argsort(owners, stable=True)
-            sent = torch.bincount(owners, minlength=self._world.size)
+            to = table.owners.of(rows)
+            if table.owners.shift:
+                to = torch.cat([to, (to + table.owners.shift) % self._world.size])
+                rows, present = rows.repeat(2), present.repeat(2)
+            order = torch.argsort(to, stable=True)
+            sent = torch.bincount(to, minlength=self._world.size)
             received = torch.empty_like(sent)
             dist.all_to_all_single(received, sent, group=self._world.group)
             came = self._exchange(rows[order], values[present[order]], sent.tolist(), received.tolist())
             of_readers = zip(*(torch.split(each, received.tolist()) for each in came), strict=True)
             for chunk, (which, theirs) in zip(chunks, of_readers, strict=True):
                 places = torch.arange(chunk.start, chunk.stop)
-                places = places[table.owners.own(places)]
+                places = places[table.owners.keep(places)]
                 target = torch.zeros((len(places), *form.shape[1:]), dtype=form.dtype)
                 target.index_copy_(0, torch.searchsorted(places, which), theirs)
                 before = into[places]
@@ -133,6 +144,34 @@ class RowTransfer:
         absent = rows[table.rows.present(first, int(rows.max()) + 1)[rows - first] == 0]
         if len(absent):
             self._with_state[id(table.rows)] = torch.unique(torch.cat([self._with_state[id(table.rows)], absent]))
+
+    def replenish(self, ranks: Collection[int], numbers: Sequence[int]) -> None:
+        """Bring to some ranks all rows that they keep, from the ranks that keep these, too. Every rank must call it.
+
+        Memory: a chunk. Traffic: the rows that are present, and their numbers.
+
+        Args:
+            ranks: The ranks.
+            numbers: The numbers of the tensors.
+        """
+        size, rank = self._world.size, self._world.rank
+        nothing = torch.empty(0, dtype=torch.int64)
+        for number in numbers:
+            table, kind, form, get = self.tensors[number]
+            for start in range(0, len(form), _MOST_ROWS):
+                sent = [nothing] * size
+                if rank not in ranks:
+                    rows = self._kept(table, start, min(start + _MOST_ROWS, len(form))).nonzero().view(-1) + start
+                    to = table.owners.other_keeper(table.owners.of(rows))
+                    sent = [rows[to == each] if each in ranks else nothing for each in range(size)]
+                told = self._world.gather_numbers([*map(len, sent)])
+                counts = [[int(count) for count in of_rank] for of_rank in told]
+                self.deliver(number, sent, counts, partial(self._put, table, kind, get))
+
+    def _put(self, table: DividedTable, kind: str, get: Callable[[], Tensor], rows: Tensor, values: Tensor) -> None:
+        get().index_copy_(0, rows, values)
+        if kind == "state":
+            self._note_state(table, rows)
 
     def deliver(
         self,

@@ -270,9 +270,8 @@ class TableSums:
         for k in divided:
             total = self.totals[k]
             assert total is not None
-            own[k] = rows_of(total)
+            own[k] = counted_by(self._rank, rows_of(total), self._maps[k], self._owners[k])
             if k in self._divided_maps:
-                own[k] = counted_by(self._rank, rows_of(total), self._divided_maps[k], self._owners[k])
                 self._divided_maps[k].announced = None  # p.grad has all ids
         self._all_gather.post(self._message(own))
         whole = Node(0, self._layout.leaves)

@@ -5,7 +5,7 @@ Nothing here is called after the start of a run. Start reading at `assemble`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -45,6 +45,7 @@ from unisono.trainer.averages import AverageUpdates, DividedAverage, start_avera
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.cutting import built_tensors, check_built, check_cut_optimizers, cut_model, divide_model
+from unisono.trainer.divided_table_state import DividedTableState
 from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
@@ -219,11 +220,11 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if policy.incremental is None:
         policy = replace(policy, incremental=bool(tables_in(modules.values())))
     share_files(world, modules.values(), optimizers.values())
+    position = recovery.position
     base = engines_of_run(settings, world, modules, optimizers, recovery) if has_divided(modules) else None
-    divided = None if base is None else divide_tables(world, modules, optimizers, base, settings)
+    divided = None if base is None else divide_tables(world, modules, optimizers, base, settings, position=position)
     in_files = tensors_in_files(modules, optimizers)
     keeper = Checkpointing(settings.directory, policy, world, in_files, loses_ranks=recovery.decisions.loses_ranks)
-    position = recovery.position
     workers = None
     if settings.sync is not None:
         single = check_workers(settings.sync, modules, optimizers, named_optimizers(optimizer))
@@ -264,12 +265,16 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     )
 
     def select() -> EngineFactory:
-        return engines_of_run(settings, world, modules, optimizers, recovery)
+        made = engines_of_run(settings, world, modules, optimizers, recovery)
+        if divided is not None:
+            made.exchange = divided.exchange
+        return made
 
     base = base or select()
     if divided is not None:
         base.exchange = divided.exchange
-        recovery.refuse(ROWS_LOST)
+        if not divided.exchange.shift:
+            recovery.refuse(ROWS_LOST)
     if in_files and world.group is not None and not base.shares:
         raise ValueError(
             f"{next(iter(in_files))[1]!r} is a table with directory=, whose file ranks share, and these share no "
@@ -382,7 +387,10 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             gathering = ShardGathering(world, cut.division, subjects)
         elif gathering is None and not in_files and not policy.incremental:
             keeper.hosts.divide(subjects)
-        state = WholeState(run, select=select, engines=engines, subjects=subjects, buffers=buffers, runners=runners)
+        make: Callable[..., WholeState] = WholeState
+        if divided is not None and divided.exchange.shift:
+            make = partial(DividedTableState, tables=divided, is_new=position is not None)
+        state = make(run, select=select, engines=engines, subjects=subjects, buffers=buffers, runners=runners)
     if position is None:
         keeper.meet()
     return TrainerParts(

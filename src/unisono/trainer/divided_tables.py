@@ -8,7 +8,7 @@ names, shapes and numbers of rows are those of one rank, and what a checkpoint h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,9 @@ from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
 from unisono.trainer.table_changes import SavedRows, spans_of
 from unisono.trainer.table_parts import TableContents
 
-__all__ = ["DividedTables"]
+__all__ = ["ROWS_LOST_TWICE", "DividedTables"]
+
+ROWS_LOST_TWICE = "the two ranks that kept the same rows of a divided embedding table died together"
 
 Where = tuple[str, str]
 """The group and the name of a tensor in a checkpoint."""
@@ -169,6 +171,26 @@ class DividedTables:
         Args:
             everywhere: Makes no difference.
         """
+
+    def replenish(self, *, lacks: bool) -> None:
+        """Bring rows to ranks that have none, from those that keep the same ones. Every rank must call it.
+
+        Args:
+            lacks: True on a rank that has none.
+
+        Raises:
+            UnisonoError: All ranks that kept some rows are gone.
+        """
+        told = self._world.gather_numbers([lacks])
+        ranks = [rank for rank, (is_new,) in enumerate(told) if is_new]
+        if self.lost_with(ranks):
+            raise UnisonoError(ROWS_LOST_TWICE)
+        self._transfer.replenish(ranks, [number for number in range(len(self._where)) if self._exists(number)])
+
+    def lost_with(self, ranks: Collection[int]) -> bool:
+        """Return True if some rows are kept by these ranks alone."""
+        shift, size = self.exchange.shift, self._world.size
+        return any(rank in ranks and (rank + shift) % size in ranks for rank in range(size))
 
     def divided(self, group: str) -> dict[str, int]:
         """Return the numbers of the divided tensors of a group of a checkpoint, by name."""

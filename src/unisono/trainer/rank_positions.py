@@ -39,6 +39,10 @@ class Position(NamedTuple):
     """The latest events about calls of all ranks."""
     resizes: bool
     """True if the number of ranks is to change before the loop gets its next batch."""
+    divides: bool
+    """True if tables are divided over ranks."""
+    shift: int
+    """How rows of these are kept twice; see `RowOwners`."""
 
 
 def tell_position(store: RecoveryStore, rank: int, position: Position) -> None:

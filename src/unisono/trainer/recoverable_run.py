@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -103,6 +103,8 @@ class RecoverableRun:
             saved=parts.keeper.last,
             told=self._log.recent,
             resizes=resizes,
+            divides=parts.run.exchange is not None,
+            shift=0 if parts.run.exchange is None else parts.run.exchange.shift,
         )
 
     def undo(self) -> str | None:
@@ -141,9 +143,17 @@ class RecoverableRun:
         apart = tensors_in_files(subjects.modules, subjects.optimizers)
         document, groups = broadcast_groups(self.world, self._capture, source=source, wanted=wanted, apart=apart)
         self._parts.state.heed(document["state"])
-        if not wanted:
+        if wanted:
+            self._take(document, groups, source, position, is_late=is_late)
+        else:
             self._loop.go_on()
-            return
+        self._parts.state.complete()
+
+    def _take(
+        self, document: Mapping[str, Any], groups: TensorGroups, source: int, position: Position, *, is_late: bool
+    ) -> None:
+        """Take over the state of another rank."""
+        subjects = self._parts.subjects
         own = {
             name: (each, deepcopy(each.state_dict()))
             for name, each in subjects.others.items()

@@ -62,6 +62,9 @@ class RecoverableState(Protocol):
     def restore(self, groups: TensorGroups, document: Mapping[str, Any], *, source: str) -> None:
         """Take over what `capture` has returned on another rank."""
 
+    def complete(self) -> None:
+        """Bring to new ranks what `capture` leaves out. Every rank must call it, after `restore` on those that do."""
+
 
 class WholeState:
     """The state of a run in which each rank has all of it.
@@ -148,3 +151,6 @@ class WholeState:
     def restore(self, groups: TensorGroups, document: Mapping[str, Any], *, source: str) -> None:
         """See `RecoverableState`."""
         restore(self._subjects, groups, document, source=source)
+
+    def complete(self) -> None:
+        """Do nothing: all of the state has been sent."""

@@ -20,13 +20,18 @@ from unisono.embedding.zero_memory import zero_memory
 from unisono.engine import EngineFactory
 from unisono.engine.row_exchange import DividedTable, RowExchange
 from unisono.errors import RankMismatchError
+from unisono.job.ranks import local_world_size
 from unisono.state.digest import digest
 from unisono.trainer.divided_tables import DividedTables
+from unisono.trainer.rank_positions import Position
 from unisono.trainer.settings import TrainerSettings
 
 __all__ = ["ROWS_LOST", "divide_tables", "has_divided"]
 
-ROWS_LOST = "rows of an embedding table that is divided over ranks die with the rank that has them"
+ROWS_LOST = (
+    "rows of an embedding table that is divided over ranks die with the rank that has them, unless it was made with "
+    "copies=2"
+)
 
 
 def has_divided(modules: Mapping[str, nn.Module]) -> bool:
@@ -40,8 +45,12 @@ def divide_tables(
     optimizers: Mapping[str, Optimizer],
     engines: EngineFactory,
     settings: TrainerSettings,
+    *,
+    position: Position | None,
 ) -> DividedTables | None:
     """Divide the tables that were made with divided=True over ranks that share no memory. Every rank must call it.
+
+    A rank that takes the place of another one does what the others have done, without them.
 
     Args:
         world: The ranks.
@@ -49,6 +58,7 @@ def divide_tables(
         optimizers: The optimizers by name.
         engines: Tells whether ranks share the weights.
         settings: The arguments of the Trainer.
+        position: Where the other ranks are, on a new rank.
 
     Returns:
         None if nothing is divided: there is no such table, or one rank, or ranks have one copy anyhow.
@@ -58,7 +68,7 @@ def divide_tables(
         RankMismatchError: On all ranks, if rows that were written before differ between ranks.
     """
     found = [module for module in tables_in(modules.values()).values() if module.is_divided]
-    if not found or world.group is None or engines.shares:
+    if not found or (world.group is None or engines.shares if position is None else not position.divides):
         return None
     name = found[0].name
     if any(module.weight.device.type != "cpu" for module in found) or world.device.type != "cpu":
@@ -66,15 +76,30 @@ def divide_tables(
             f"table {name!r} has divided=True, and ranks keep their rows in memory of the CPU: give Trainer "
             f'device="cpu", or leave divided=True out'
         )
+    if len({module.keeps_twice for module in found}) > 1:
+        raise ValueError("some divided tables of the Trainer have copies=2, and others have not: give all the same")
     for what, given in (("digest_every=", settings.digest_every), ("`unisono drill`", settings.drill)):
         if given is not None:
             raise ValueError(
                 f"table {name!r} is divided over ranks (divided=True), and {what} looks at the whole state on single "
                 "ranks: leave one of the two out"
             )
-    _check_equal(world, found)
-    tables = [_divided(world, module, optimizers) for module in found]
-    return DividedTables(world, modules, optimizers, RowExchange(world, tables))
+    if position is None:
+        _check_equal(world, found)
+        shift = _shift(world) if found[0].keeps_twice else 0
+    else:
+        shift = position.shift
+    tables = [_divided(world, module, optimizers, shift) for module in found]
+    exchange = RowExchange(world, tables)
+    if position is None:
+        exchange.connect()
+    return DividedTables(world, modules, optimizers, exchange)
+
+
+def _shift(world: World) -> int:
+    """Return how much greater the number of the rank that keeps a row, too, is. Ranks of a host follow each other."""
+    of_hosts = [int(count) for (count,) in world.gather_numbers([local_world_size()])]
+    return most if (most := max(of_hosts)) < world.size else 1
 
 
 def _check_equal(world: World, modules: list[RowTable | BagTable]) -> None:
@@ -97,23 +122,25 @@ def _check_equal(world: World, modules: list[RowTable | BagTable]) -> None:
 
 
 @torch.no_grad()
-def _divided(world: World, module: RowTable | BagTable, optimizers: Mapping[str, Optimizer]) -> DividedTable:
-    """Leave the own rows of a table, and of the state of its optimizer, to this rank."""
+def _divided(
+    world: World, module: RowTable | BagTable, optimizers: Mapping[str, Optimizer], shift: int
+) -> DividedTable:
+    """Leave to this rank the rows of a table that it keeps, and of the state of its optimizer."""
     weight, rows = module.weight, module.rows
     assert rows is not None
     row_nbytes = weight.shape[1] * weight.element_size()
     there = _present(rows, len(weight))
-    owners = rows.owners = RowOwners(len(weight), row_nbytes, rank=world.rank, ranks=world.size)
-    own = there[owners.own(there)]
+    owners = rows.owners = RowOwners(len(weight), row_nbytes, rank=world.rank, ranks=world.size, shift=shift)
+    kept = there[owners.keep(there)]
 
     def part(tensor: Tensor) -> Tensor:
         made = zero_memory(tensor.shape, tensor.dtype, small_pages=True)
-        return made.index_copy_(0, own, tensor.detach()[own])
+        return made.index_copy_(0, kept, tensor.detach()[kept])
 
     weight.data = part(weight)
     if isinstance(rows, LazyRows):
         rows.written.zero_()
-        rows.written[own] = 1
+        rows.written[kept] = 1
     for optimizer in optimizers.values():
         if isinstance(optimizer, TableOptimizer) and (state := optimizer.state.get(weight)):
             state.update({k: part(v) for k, v in state.items() if isinstance(v, Tensor) and len(v) == len(weight)})

@@ -189,5 +189,8 @@ class StagedState:
                 self._commits.return_to_last()
         self._lacks_stages = False
 
+    def complete(self) -> None:
+        """Do nothing: new ranks have found the rest in shared memory."""
+
     def _is_writing(self) -> bool:
         return any(runner.transaction.writing for runner in self._runners.values())
