@@ -389,7 +389,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             keeper.hosts.divide(subjects)
         make: Callable[..., WholeState] = WholeState
         if divided is not None and divided.exchange.shift:
-            make = partial(DividedTableState, tables=divided, is_new=position is not None)
+            is_new = position is not None
+            make = partial(DividedTableState, tables=divided, announcement=keeper.announcement, is_new=is_new)
         state = make(run, select=select, engines=engines, subjects=subjects, buffers=buffers, runners=runners)
     if position is None:
         keeper.meet()

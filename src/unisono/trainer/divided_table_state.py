@@ -15,6 +15,7 @@ from unisono.state.tensor_groups import TensorGroups
 from unisono.trainer.divided_tables import ROWS_LOST_TWICE, DividedTables
 from unisono.trainer.recoverable_state import WholeState
 from unisono.trainer.run_context import RunContext
+from unisono.trainer.save_announcement import SaveAnnouncement
 
 __all__ = ["DividedTableState"]
 
@@ -25,13 +26,16 @@ class DividedTableState(WholeState):
     Args:
         run: The ranks.
         tables: The tables, of which each row is on two ranks.
+        announcement: Tells all ranks that a checkpoint is due.
         is_new: True on a rank that takes the place of another one, and has no rows.
         whole: See `WholeState`.
     """
 
-    def __init__(self, run: RunContext, *, tables: DividedTables, is_new: bool, **whole: Any) -> None:
+    def __init__(
+        self, run: RunContext, *, tables: DividedTables, announcement: SaveAnnouncement, is_new: bool, **whole: Any
+    ) -> None:
         super().__init__(run, **whole)
-        self._tables, self._lacks_rows = tables, is_new
+        self._tables, self._announcement, self._lacks_rows = tables, announcement, is_new
 
     def repair(self, dead: Collection[int]) -> str | None:
         """See `RecoverableState`."""
@@ -55,10 +59,12 @@ class DividedTableState(WholeState):
             divided = self._tables.divided(group)
             groups[group] = {name: tensor for name, tensor in tensors.items() if name not in divided}
         document["updates"] = self._updates.counts(self._subjects.optimizers.values())
+        document["saves"] = self._announcement.is_agreed
         return groups, document
 
     def heed(self, document: Mapping[str, Any]) -> None:
-        """See `RecoverableState`: make the updates that other ranks have made."""
+        """See `RecoverableState`: make the updates that other ranks have made, and know whether they are to save."""
+        self._announcement.agree(is_wanted=document["saves"])
         optimizers = self._subjects.optimizers.values()
         if self._lacks_rows:
             self._updates.make_state(document["updates"], optimizers)

@@ -64,6 +64,11 @@ class DividedTables:
     needs_others = True
     """All ranks are needed to save."""
 
+    @property
+    def is_replaceable(self) -> bool:
+        """True if a rank that dies can be replaced alone."""
+        return bool(self.exchange.shift)
+
     def __init__(
         self,
         world: World,

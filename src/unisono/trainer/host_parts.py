@@ -89,7 +89,7 @@ class HostParts:
         self._subjects: Subjects | None = None
         self._ranks: list[int] = []
         self._mark = ""
-        self._calls = 0
+        self._meetings = self._calls = 0
         self._offers: list[_OfferedPart] = []
         self._awaited_since: float | None = None
         """When ranks began to wait for this one."""
@@ -136,6 +136,7 @@ class HostParts:
         """
         self.withdraw()
         world = self._world
+        self._meetings += 1
         self._ranks, self._mark, self._calls = [], "", 0
         if self._store is None or self._subjects is None or local_world_size() >= world.size:
             return
@@ -244,17 +245,17 @@ class HostParts:
 
     def patience(self) -> Callable[[bool], str]:
         """Return what says, from now on, why a part is not worth waiting for, if it is not; see `await_parts`."""
-        return partial(self._why_given_up, self._mark)
+        return partial(self._why_given_up, self._meetings)
 
-    def _why_given_up(self, mark: str, is_begun: bool) -> str:
+    def _why_given_up(self, meetings: int, is_begun: bool) -> str:
         """Return why a part is not worth waiting for; "" if it is.
 
         Args:
-            mark: That of the ranks when the checkpoint was begun.
+            meetings: How often ranks had met when the checkpoint was begun.
             is_begun: True if the part is being written, as far as is seen from here: a host that is lost may leave its
                 locks on a network file system.
         """
-        since, have_met = self._awaited_since, mark != self._mark
+        since, have_met = self._awaited_since, meetings != self._meetings
         if (since is not None and self._loses_ranks()) or (have_met and not is_begun):
             return "when a rank was lost"
         is_late = since is not None and time.monotonic() - since > _AWAITED_S

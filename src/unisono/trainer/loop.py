@@ -243,6 +243,7 @@ class Loop:
             if not within_epochs:
                 self._ask()
             self._note_asked()
+            self._saves.join_save()
             loader, batches = self._left(loader, ahead)
             while True:
                 batch, ends_early = self._next_batch(loader, batches)
@@ -400,6 +401,8 @@ class Loop:
         if self._recovery.is_joined:  # otherwise the state is not the run's yet
             self._digests.tell_if_due(self._cursor.total_steps)
             self._saves.ask(epoch_ended=epoch_ended, finishing=finishing)
+        else:
+            self._saves.join_save()
 
     def _note_asked(self) -> None:
         """Note for a recovery where the loop asks for its next batch or epoch."""

@@ -141,6 +141,13 @@ class Recovery:
         self._resizes = is_wanted
 
     @property
+    def next_call(self) -> str | None:
+        """On a new rank, the call of the others that comes next, or in which they are; None once it has joined them."""
+        if self.is_joined:
+            return None
+        return self._replay.next_name if self._replay else self.position and self.position.name
+
+    @property
     def resizes(self) -> bool:
         """True if all ranks are to call `resize` before the loop gets its next batch."""
         if self.is_joined:
@@ -192,10 +199,8 @@ class Recovery:
 
         A new rank may leave it out or make one more: whether there is something to prepare may depend on files.
         """
-        if not self.is_joined:
-            logged = self._replay.next_name if self._replay else self.position and self.position.name
-            if logged != TURN:
-                return None
+        if not self.is_joined and self.next_call != TURN:
+            return None
         return self.call(TURN, lambda: body(self.decisions.look))
 
     def begin_epoch(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -110,6 +111,10 @@ class RunStatus:
             if fields is not None:
                 tell_values(self._log, fields, cursor=self._cursor)
 
+    def _digest_divided(self, tables: DividedTables) -> str:
+        self._compare("trainer.digest()")
+        return tables.digest()
+
     def digest(self) -> str:
         """Return the SHA-256 of all parameters, buffers and optimizer state as 64 hex digits: the identity of a result.
 
@@ -126,8 +131,7 @@ class RunStatus:
         """
         if isinstance(self._gathering, DividedTables):
             refuse_inside("trainer.digest")
-            self._compare("trainer.digest()")
-            return self._gathering.digest()
+            return self._recovery.call("trainer.digest()", partial(self._digest_divided, self._gathering))
         if self._gathering is not None:
             self._gathering.check_whole("trainer.digest")
         return digest_of(self._modules, self._subjects.optimizers)

@@ -23,6 +23,10 @@ from unisono.watch import EventLog
 __all__ = ["SavePoints"]
 
 
+_SAVING = "a save of trainer.batches"
+"""The call in which ranks write their parts of a checkpoint together, if single ones of them can be replaced."""
+
+
 class SavePoints:
     """Saves the state of one run where it is complete, and lets signals end the run there.
 
@@ -263,20 +267,40 @@ class SavePoints:
         """
         world, place = self._parts.run.world, self._cursor.place
         needs_others = gathering.needs_others
-        if needs_others and self._asked.has_stepped and not epoch_ended and not self._has_evaluated:
+        all_know = needs_others and self._asked.has_stepped and not epoch_ended and not self._has_evaluated
+        self._has_evaluated = False
+        if all_know:
             due = self._keeper.announcement.is_agreed
+            if not due:
+                return False
         else:
             due = world.rank == 0 and (
                 self._keeper.is_due(place, epoch_ended=epoch_ended)
                 or (self._stops is not None and self._stops.is_pending and self._keeper.is_newer(place))
             )
-            if needs_others:
-                own = due
-                due = world.broadcast_bytes(lambda: b"1" if own else b"0") == b"1"
-        self._has_evaluated = False
+        if gathering.is_replaceable:
+            return self._recovery.call(_SAVING, partial(self._agree_and_save, own=due))
+        if needs_others and not all_know:
+            due = self._agrees(own=due)
         if due and not self._save_parts():
             self._gather(everywhere=False)
         return due
+
+    def _agrees(self, *, own: bool) -> bool:
+        """Return True on all ranks if a checkpoint is due on one."""
+        return any(is_due for (is_due,) in self._parts.run.world.gather_numbers([own]))
+
+    def _agree_and_save(self, *, own: bool) -> bool:
+        """Save a checkpoint in parts if it is due on one rank; return on all ranks whether it was. See `join_save`."""
+        due = self._agrees(own=own)
+        if due:
+            self._save_parts()
+        return due
+
+    def join_save(self) -> None:
+        """Take part in a save before the next batch, on a new rank whose others have made it or are in it."""
+        if self._recovery.next_call == _SAVING:
+            self._recovery.call(_SAVING, partial(self._agree_and_save, own=False))
 
     def _save_last_parts(self) -> None:
         """Let each rank write its part of the end of a run, if that is not on the disk, before parts come together."""
@@ -292,8 +316,14 @@ class SavePoints:
             self._keeper.settle()
             return b"1" if self._keeper.is_wanted_at_end(self._cursor.place) else b"0"
 
-        if self._parts.run.world.broadcast_bytes(is_due) == b"1" and not self._save_parts() and self._stays_divided:
-            self._gather(everywhere=False)
+        def save() -> None:
+            if self._parts.run.world.broadcast_bytes(is_due) == b"1" and not self._save_parts() and self._stays_divided:
+                self._gather(everywhere=False)
+
+        if gathering.is_replaceable:
+            self._recovery.call("the last save of trainer.epochs", save)
+        else:
+            save()
 
     def _save_parts(self, tag: str | None = None) -> bool:
         """Let each rank write its part, if the run is divided and they can; otherwise return False on all ranks."""

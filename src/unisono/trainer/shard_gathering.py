@@ -37,6 +37,8 @@ class ShardGathering:
         """Return what is written to a checkpoint. Every rank must call it. Memory and traffic: see `Contents`."""
         return Contents(self._world.rank, self._division, self._subjects, tables)
 
+    is_replaceable = False
+
     @property
     def is_divided(self) -> bool:
         """True if no rank has the whole state, so that each can write its part. Equal on all ranks."""

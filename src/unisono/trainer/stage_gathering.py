@@ -39,6 +39,7 @@ class StageGathering:
     """
 
     stays_divided = False
+    is_replaceable = False
     """Whether no rank is expected to have memory for the whole; see `ShardGathering`."""
 
     def __init__(

@@ -49,6 +49,7 @@ class WorkerGathering:
     """
 
     stays_divided = True
+    is_replaceable = False
     """No rank needs the state of the workers of others."""
 
     def __init__(self, world: World, workers: Workers, subjects: Subjects) -> None:
