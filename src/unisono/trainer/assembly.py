@@ -265,9 +265,11 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     )
 
     def select() -> EngineFactory:
-        made = engines_of_run(settings, world, modules, optimizers, recovery)
-        if divided is not None:
-            made.exchange = divided.exchange
+        if divided is None:
+            return engines_of_run(settings, world, modules, optimizers, recovery)
+        # Ranks of a lost host may have come to that of the others: what is divided stays so.
+        made = engines_of_run(replace(settings, engine="collective"), world, modules, optimizers, recovery)
+        made.exchange = divided.exchange
         return made
 
     base = base or select()
