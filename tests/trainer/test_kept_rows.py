@@ -54,7 +54,7 @@ def test_a_rank_that_has_missed_the_end_of_a_step_makes_its_update(run):
 def test_a_rank_is_replaced_while_checkpoints_are_written(run, run_ranks, kind, fork_python, tmp_path):
     """All of them are complete, and have what those of one process have."""
     fork_python(PROGRAM, kind, tmp_path / "calm", "", tmp_path)
-    run(3, "1:3:written,0:5:written,2:8:2000", directory=tmp_path / "run", replaced=3)
+    run(3, "1:3:written,0:5:written,2:8:export,1:9:2000", directory=tmp_path / "run", replaced=4)
     calm, store = CheckpointStore(tmp_path / "calm" / "checkpoints"), CheckpointStore(tmp_path / "run" / "checkpoints")
     expected = {info.step: digest(calm.load(info).groups) for info in calm.list()}
     found = {info.step: digest(store.load(info).groups) for info in store.list()}

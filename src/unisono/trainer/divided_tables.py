@@ -84,6 +84,8 @@ class DividedTables:
         self._changes: dict[tuple[str, int], RowChanges] = {}
         """By group and table, which rows have changed."""
         self._subjects: Subjects | None = None
+        self.call: Callable[[str, Callable[[], None]], None] = _call
+        """Makes a call in which ranks need each other, as its recovery does; see `Recovery.call`."""
         self.saving = PartSaving(world, self, always=True)
         """Lets each rank write a part of a checkpoint, or rank 0 all of it."""
 
@@ -249,18 +251,22 @@ class DividedTables:
 
     def _collect(self, number: int, write: Callable[[ReadRows], None]) -> None:
         """Let rank 0 write the rows of a table; see `LocatedRows.collect`. The next tensor is `written`."""
-        fetch, rows = self._transfer.fetch, self._transfer.tensors[number].table.rows
-        order = rows.in_order() if isinstance(rows, RowMap) else None
+        fetch, table = self._transfer.fetch, self._transfer.tensors[number].table
 
-        def read(start: int, stop: int) -> tuple[Tensor, Tensor]:
-            values = fetch(number, start, stop, order)
-            if order is not None:
-                return values, torch.ones(len(values), dtype=torch.uint8)
-            return values, fetch(number + 1, start, stop)
+        def export() -> None:
+            order = table.rows.in_order() if isinstance(table.rows, RowMap) else None
 
-        with raised_on_all(self._world, "export_rows"), self._serving(order):
-            if self._world.rank == 0:
-                write(read)
+            def read(start: int, stop: int) -> tuple[Tensor, Tensor]:
+                values = fetch(number, start, stop, order)
+                if order is not None:
+                    return values, torch.ones(len(values), dtype=torch.uint8)
+                return values, fetch(number + 1, start, stop)
+
+            with raised_on_all(self._world, "export_rows"), self._serving(order):
+                if self._world.rank == 0:
+                    write(read)
+
+        self.call(f"export_rows of table {table.name!r}", export)
 
     @contextmanager
     def _serving(self, order: Tensor | None = None) -> Iterator[None]:
@@ -281,6 +287,10 @@ class DividedTables:
     def _stand_ins(self, make: Callable[[int], Any]) -> dict[tuple[object, ...], Any]:
         tensors = self._transfer.tensors
         return {same_memory(tensors[n].tensor()): make(n) for n in range(len(tensors)) if self._exists(n)}
+
+
+def _call(_name: str, body: Callable[[], None]) -> None:
+    body()
 
 
 def _unread(start: int, stop: int) -> Tensor:

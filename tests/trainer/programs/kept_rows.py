@@ -1,9 +1,9 @@
 """Train tables whose rows are kept on two ranks, of which some die: `kept_rows.py KIND DIRECTORY|- DEATHS MARKS`.
 
 KIND is "fixed" or "dynamic". DEATHS is a list RANK:STEP:WHERE, with commas between: in the loss function ("loss"),
-after the update of the step ("written"), at a number of calls of functions from the beginning of the step ("17"), or in
-an evaluation after it ("evaluate"). With "late", the rank does not die, but never learns that the step has ended. MARKS
-is a directory that notes who has died.
+after the update of the step ("written"), at a number of calls of functions from the beginning of the step ("17"), in an
+evaluation after it ("evaluate"), or while rows are exported ("export"). With "late", the rank does not die, but never
+learns that the step has ended. MARKS is a directory that notes who has died.
 """
 
 import os
@@ -20,6 +20,7 @@ import unisono
 from unisono.embedding import Adam, RowwiseAdagrad, Table, Tables, dense_parameters, export_rows
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.kept_updates import KeptUpdates
+from unisono.engine.row_transfer import RowTransfer
 
 kind, directory = sys.argv[1], None if sys.argv[2] == "-" else Path(sys.argv[2])
 deaths = [each.split(":") for each in sys.argv[3].split(",") if each]
@@ -93,6 +94,16 @@ trainer = unisono.Trainer(
     directory=directory,
     checkpoints=unisono.Checkpoints(every_steps=2, every_minutes=None, keep=20),
 )
+serve = RowTransfer.serve
+
+
+def serve_or_die(transfer, order=None):
+    if dies("export"):
+        die()
+    serve(transfer, order)
+
+
+RowTransfer.serve = serve_or_die
 agree, make_up, update = KeptUpdates.agree, KeptUpdates.make_up, CollectiveEngine.update
 
 
@@ -123,7 +134,7 @@ for _ in trainer.epochs(9, max_steps=14):
                 sys.setprofile(Fuse(int(place)))
         trainer.step(loss, batch)
         sys.setprofile(None)
+    if directory is not None:
+        export_rows(model.tables["words"], directory / "words.safetensors")
     trainer.evaluate(lambda model, batch: die() if dies("evaluate") else loss(model, batch), data, batch_size=30)
-if directory is not None:
-    export_rows(model.tables["words"], directory / "words.safetensors")
 unisono.print0("state sha256:", trainer.digest(), flush=True)
