@@ -20,7 +20,7 @@ from unisono.embedding.zero_memory import zero_memory
 from unisono.engine import EngineFactory
 from unisono.engine.row_exchange import DividedTable, RowExchange
 from unisono.errors import RankMismatchError
-from unisono.job.ranks import local_world_size
+from unisono.job.ranks import node_rank
 from unisono.state.digest import digest
 from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.rank_positions import Position
@@ -29,8 +29,8 @@ from unisono.trainer.settings import TrainerSettings
 __all__ = ["ROWS_LOST", "divide_tables", "has_divided"]
 
 ROWS_LOST = (
-    "rows of an embedding table that is divided over ranks die with the rank that has them, unless it was made with "
-    "copies=2"
+    "rows of an embedding table that is divided over ranks die with the rank that has them, unless the table was "
+    "made with copies=2"
 )
 
 
@@ -97,9 +97,13 @@ def divide_tables(
 
 
 def _shift(world: World) -> int:
-    """Return how much greater the number of the rank that keeps a row, too, is. Ranks of a host follow each other."""
-    of_hosts = [int(count) for (count,) in world.gather_numbers([local_world_size()])]
-    return most if (most := max(of_hosts)) < world.size else 1
+    """Return how much greater the number of the rank that keeps a row, too, is, so that few pairs are on one host."""
+    hosts, size = [host for (host,) in world.gather_numbers([node_rank()])], world.size
+
+    def together(shift: int) -> int:
+        return sum(hosts[rank] == hosts[(rank + shift) % size] for rank in range(size))
+
+    return min(range(1, size), key=together)
 
 
 def _check_equal(world: World, modules: list[RowTable | BagTable]) -> None:

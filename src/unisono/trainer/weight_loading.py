@@ -304,6 +304,8 @@ def load_weights(
             if name in averages and averages[name].shape == of_averages[name].shape:
                 value = _received(world, averages[name], None if source is None else source.averages.value(name))
                 write(of_averages[name], value)
+    if tables is not None:
+        world.gather_numbers([0])  # no rank ends the call before all have their rows, which it could not send to others
     return result
 
 
