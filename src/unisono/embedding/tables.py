@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from unisono import recovery_link
-from unisono.arguments import flag
+from unisono.arguments import flag, whole
 from unisono.embedding.rows_ahead import RowsAhead
 from unisono.embedding.serving import ServerCounts, Serving, serving_for
 from unisono.embedding.table_modules import BagTable, RowTable
@@ -71,7 +71,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
                     f"{name!r} cannot be the name of a table, since it is a part of its parameters' names: give it one "
                     "without dots"
                 )
-        if copies not in {1, 2}:
+        if whole("copies", copies, least=1) > 2:
             raise ValueError(f"copies={copies!r}: each row is on one rank or on two")
         if flag("divided", divided):
             check_divided(tables)
