@@ -85,9 +85,11 @@ generator = torch.Generator().manual_seed(2)
 samples = (3000 * torch.rand(90, 4, generator=generator) ** 3).long()
 data = TensorDataset(samples, torch.randint(0, 3, (90,), generator=generator))
 model = Net()
+of_tables = model.tables.optimizer
 trainer = unisono.Trainer(
     model,
-    torch.optim.AdamW(dense_parameters(model), lr=0.01),
+    {"dense": torch.optim.AdamW(dense_parameters(model), lr=0.01), "tables": of_tables},
+    scheduler={"tables": torch.optim.lr_scheduler.ExponentialLR(of_tables, 0.9)},
     virtual_ranks=6,
     engine="collective",
     progress=False,
