@@ -200,6 +200,11 @@ def test_ids_are_found_where_a_list_has_them(kind, capacity):
         expected = {int(listed[place]): int(place) for place in places[:taken]}
         assert index.find(asked).tolist() == [expected.get(number, -1) for number in asked.tolist()]
         assert index.find(asked[:0]).tolist() == []
+        small = torch.tensor([0, -1, 7], dtype=torch.int32)
+        assert index.find(small).tolist() == [expected.get(number, -1) for number in small.tolist()]
+        assert torch.equal(index.find(asked[::2]), index.find(asked)[::2])
+        with pytest.raises((IndexError, RuntimeError)):
+            index.find(asked.view(1, -1))
 
 
 FIRST_VALUES = """

@@ -15,8 +15,15 @@ __all__ = ["find_by_compiled", "initial_by_compiled", "insert_by_compiled", "is_
 
 
 def is_searchable(ids: Tensor) -> bool:
-    """Return True if there are compiled functions for ids, [n], int64. `torch.compile` traces operations of torch."""
-    return ids.is_cpu and type(ids) in WITH_MEMORY and not torch.compiler.is_compiling() and has_compiler()
+    """Return True if there are compiled functions for ids: [n], int64. `torch.compile` traces operations of torch."""
+    return (
+        ids.dtype == torch.int64
+        and ids.dim() == 1
+        and ids.is_cpu
+        and type(ids) in WITH_MEMORY
+        and not torch.compiler.is_compiling()
+        and has_compiler()
+    )
 
 
 def find_by_compiled(ids: Tensor, slots: Tensor, listed: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ class IdIndex:
         >>> IdIndex(torch.tensor([7, -2, 0]), torch.tensor([0, 1])).find(torch.tensor([-2, 0, 7])).tolist()
         [1, -1, 0]
         """
+        ids = ids.long()  # the hash of an integer depends on its bits
         if is_searchable(ids) and is_searchable(self._listed):
             return find_by_compiled(ids, self._slots, self._listed)
         mask = len(self._slots) - 1
