@@ -126,10 +126,8 @@ class LocatedRows(nn.Module):
         if not len(missing):
             return weight, rows
         values = weight.index_select(0, rows.clamp_min_(0))
-        of_missing = ids.index_select(0, missing)
-        return values.index_copy_(0, missing, self.first_values(of_missing, weight, padding=padding)), torch.arange(
-            len(ids), device=ids.device
-        )
+        first = self.first_values(ids.index_select(0, missing), weight, padding=padding)
+        return values.index_copy_(0, missing, first), torch.arange(len(ids), device=ids.device)
 
     def first_values(self, ids: Tensor, weight: Tensor, *, padding: int | None = None) -> Tensor:
         """Return what ids without values of their own read as, [n, dim]; see `locate`."""

@@ -41,7 +41,7 @@ class KeptUpdates:
     def agree(self, optimizers: Iterable[Optimizer]) -> None:
         """Note p.grad of tables, and wait until all ranks have theirs. Every rank must call it before weights change.
 
-        Traffic: an all-reduce of 8 bytes.
+        Memory: the gradients, until the next step. Traffic: an all-reduce of 8 bytes.
 
         Args:
             optimizers: Those that are about to make a step.
