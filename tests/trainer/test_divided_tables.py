@@ -93,3 +93,65 @@ def test_a_host_needs_room_for_its_part(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(MemoryError, match=r"this host's part of the tables, 0\.25 of rows and state, takes"):
         Tables(settings, divided=True)
+
+
+ASKED_TO_END = """
+import os, signal, sys, time
+from pathlib import Path
+import torch, unisono
+from torch import nn
+from torch.utils.data import TensorDataset
+from unisono.embedding import SGD, Table, Tables, dense_parameters
+from unisono.launch.control import running_jobs
+
+
+def launcher():
+    process, launchers = os.getpid(), running_jobs()
+    while process not in launchers:
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return process
+
+
+torch.manual_seed(0)
+tables = Tables(
+    {"item": Table(rows=50, dim=4, pooling="sum", init_std=0.1, optimizer=SGD(lr=0.1))},
+    divided=True,
+    copies=int(sys.argv[2]),
+)
+model = nn.Sequential(tables["item"], nn.Linear(4, 2))
+trainer = unisono.Trainer(
+    model,
+    torch.optim.SGD(dense_parameters(model), lr=0.1),
+    virtual_ranks=4,
+    engine="collective",
+    progress=False,
+    directory=sys.argv[1],
+    checkpoints=unisono.Checkpoints(every_steps=1000, every_minutes=None),
+)
+unisono.print0("after", trainer.steps_done, flush=True)
+
+
+def loss(model, batch):
+    if trainer.steps_done == 3 and trainer.world_size == 3:
+        time.sleep(0.1)  # all are within the step
+        if trainer.rank == 1:
+            os.kill(launcher(), signal.SIGTERM)
+        time.sleep(0.3)
+    return model(batch[0]).square().sum(1)
+
+
+for epoch in trainer.epochs(3):
+    for batch in trainer.batches(TensorDataset(torch.arange(96).view(-1, 2) % 50), batch_size=8):
+        trainer.step(loss, batch)
+unisono.print0("state sha256:", trainer.digest(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_job_that_is_asked_to_end_within_a_step_saves_after_it(run_ranks, tmp_path, copies):
+    """No rank ends at once, since all are needed to save."""
+    job = run_ranks(3, ASKED_TO_END, tmp_path / "run", copies, code=143)
+    assert "not saved" not in job.said, job.said
+    done = run_ranks(2, ASKED_TO_END, tmp_path / "run", copies)
+    calm = run_ranks(2, ASKED_TO_END, tmp_path / "calm", copies)
+    assert done.lines(0)[0] in {"after 4", "after 5"} and done.lines(0)[-1] == calm.lines(0)[-1]

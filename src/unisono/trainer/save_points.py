@@ -201,7 +201,8 @@ class SavePoints:
         Args:
             is_looping: True while a loop over epochs or batches is under way.
         """
-        if self._asked.is_writing or self._asked.is_leaving or (is_looping and not self.is_whole):
+        needs_others = self._gathering is not None and self._gathering.needs_others
+        if self._asked.is_writing or self._asked.is_leaving or (is_looping and (needs_others or not self.is_whole)):
             return False
         return self.is_asking or not is_looping or not (self._asked.has_stepped or self._asked.unknown)
 
