@@ -12,6 +12,7 @@ from tests.digests import digests
 
 PROGRAMS = Path(__file__).parent.parent / "trainer" / "programs"
 PROGRAM, KEPT = PROGRAMS / "divided_tables.py", PROGRAMS / "kept_rows.py"
+LOOP = PROGRAMS.parent.parent / "parallel" / "programs" / "divided_loop.py"
 
 
 @pytest.mark.soak
@@ -57,3 +58,15 @@ def test_a_host_that_is_lost_leaves_its_rows_with_another(hosts: Hosts, fork_pyt
     assert not done.returncode, done.stderr
     assert "ranks 2-3 on host 0 now" in done.stderr and "starting all" not in done.stderr, done.stderr
     assert done.stdout.splitlines()[-1].split("] ", 1)[-1] == expected
+
+
+def test_a_loop_over_hosts_has_the_rows_of_one_host(hosts: Hosts, fork_ranks, tmp_path) -> None:
+    expected = fork_ranks(4, LOOP, "shared", "still", 5, "-", tmp_path / "rows").lines(0)[-2:]
+    text = LOOP.read_text()
+    (hosts.folder / "script.py").write_text(text)
+    first, second = hosts.run("script.py", "auto", "still", "5", "-", "rows", hosts=2, ranks=2)
+    assert not first.returncode and not second.returncode, first.stderr + second.stderr
+    assert [line.split("] ", 1)[-1] for line in first.stdout.splitlines()][-2:] == expected
+    (hosts.folder / "script.py").write_text(text.replace("divided=True", "divided=False"))
+    first, _ = hosts.run("script.py", "auto", "still", "5", "-", "rows", hosts=2, ranks=1)
+    assert first.returncode and "make the tables with divided=True" in " ".join(first.stderr.split())

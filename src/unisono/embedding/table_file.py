@@ -127,13 +127,18 @@ class TableFile:
         Raises:
             UnisonoError: It has none.
         """
-        self.reserve()
-        state = dict(self.state)
-        if self._has_state:
+        was_there = self._has_state
+        state = self.reserved_state()
+        if was_there:
             for tensor in state.values():
                 tensor.zero_()
-        self._has_state = True
         return state
+
+    def reserved_state(self) -> dict[str, Tensor]:
+        """Return the state of the optimizer as it is, and make sure of the room as `new_state` does."""
+        self.reserve()
+        self._has_state = True
+        return dict(self.state)
 
     def has(self, tensor: Any) -> bool:
         """Return True if a value is a tensor in this file."""

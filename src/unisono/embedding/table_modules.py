@@ -204,7 +204,8 @@ def _prepare_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
     if module.rows is not None and module.rows.owners is not None:
         raise UnisonoError(
             f"table {module.name!r} is divided over ranks, each of which keeps its own rows: load weights by "
-            "trainer.load(path), or before the Trainer is made"
+            "trainer.load(path), or before the Trainer is made; in a loop of your own, by load_state_dict of what "
+            "share_tables has returned"
         )
     if saved is not None and module.file is not None:
         if module.file.is_shared:
@@ -227,7 +228,8 @@ def _settle(module: nn.Module, *_: Any) -> None:
     if module.rows is not None and module.rows.owners is not None:
         raise UnisonoError(
             f"table {module.name!r} is divided over ranks, so no state_dict has its rows: write them by "
-            "trainer.export(path), or by trainer.save(tag=...), on every rank"
+            "trainer.export(path), or by trainer.save(tag=...), on every rank; in a loop of your own, take state_dict "
+            "of what share_tables has returned, which is a part for each rank"
         )
     if module.serving is not None:
         module.serving.settle()

@@ -116,8 +116,14 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
         """Update the rows that have a gradient.
 
         Raises:
-            ValueError: The tables are on servers: `unisono.parallel.share_tables` is for loops with these.
+            ValueError: The tables are on servers, or divided over ranks: `unisono.parallel.share_tables` is for loops
+                with these.
         """
+        if any(m.rows is not None and m.rows.owners is not None for m in tables_in([self]).values()):
+            raise ValueError(
+                "Tables.step updates the rows of this process, and these tables are divided over ranks: a Trainer "
+                "updates them in its step, and in a loop of your own step of what share_tables has returned"
+            )
         if self._serving is not None:
             raise ValueError(
                 "Tables.step updates the rows of this process, and these tables are on servers: give the model to a "

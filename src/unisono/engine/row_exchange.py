@@ -116,10 +116,12 @@ class RowExchange:
     Args:
         world: The ranks. A rank that takes the place of another one has no group yet.
         tables: The tables, the same on all ranks.
+        joint: True if each lookup of a step is a round, and not only those that need rows of others. Then ranks that
+            look up equally often may wait for each other in other calls, too, as in a loop with DDP.
     """
 
-    def __init__(self, world: World, tables: Sequence[DividedTable]) -> None:
-        self._world, self.tables = world, tables
+    def __init__(self, world: World, tables: Sequence[DividedTable], *, joint: bool = False) -> None:
+        self._world, self.tables, self._joint = world, tables, joint
         self._group: dist.ProcessGroup | None = None
         self._requests: MessageExchange | None = None
         self.updates = KeptUpdates(world, [table.weight for table in tables]) if self.shift else None
@@ -184,7 +186,7 @@ class RowExchange:
         if len(new := is_new.nonzero().view(-1)):
             first = table.rows.first_values(distinct[new], table.weight.detach(), padding=table.padding)
             values.index_copy_(0, new, first)
-        if len(kept) + len(new) < len(distinct):
+        if len(kept) + len(new) < len(distinct) or (self._joint and self._keeps):
             others = (is_kept | is_new).logical_not_().nonzero().view(-1)
             values.index_copy_(0, others, self._of_others(number, rows[others], owners[others]))
         return values, places
@@ -204,7 +206,7 @@ class RowExchange:
         table, fetched = self.tables[number], self._fetched[number]
         places = fetched.places(rows)
         missing = (places < 0).nonzero().view(-1)
-        if len(missing):
+        if len(missing) or (self._joint and self._keeps and self._is_open):
             if not self._is_open:
                 raise UnisonoError(
                     f"table {table.name!r} is divided over ranks, and rows of other ranks come where all ranks look "
@@ -215,8 +217,10 @@ class RowExchange:
                 self._fetched[number] = fetched = FetchedRows(table.weight)
                 missing = torch.arange(len(rows))
             wanted = rows[missing]
-            fetched.add(wanted, self._round(number, wanted, owners[missing])[1])
-            places = fetched.places(rows)
+            _, came = self._round(number if len(wanted) else _NOTHING, wanted, owners[missing])
+            if len(wanted):
+                fetched.add(wanted, came)
+                places = fetched.places(rows)
         return fetched.values.index_select(0, places)
 
     def _round(self, number: int, rows: Tensor, owners: Tensor) -> tuple[bool, Tensor]:

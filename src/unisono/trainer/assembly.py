@@ -274,7 +274,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
 
     base = base or select()
     if divided is not None:
-        base.exchange, divided.call = divided.exchange, recovery.call
+        base.exchange, divided.tensors.call = divided.exchange, recovery.call
         if not divided.exchange.shift:
             recovery.refuse(ROWS_LOST)
     if in_files and world.group is not None and not base.shares:

@@ -7,10 +7,10 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from unisono.collectives.rank_errors import gather_or_raise
 from unisono.collectives.world import World
 from unisono.engine import STEP_UNDONE, Trained
 from unisono.errors import RankMismatchError
-from unisono.trainer.rank_errors import gather_or_raise
 
 __all__ = ["check_gradients"]
 

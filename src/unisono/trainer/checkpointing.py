@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from unisono.collectives.rank_errors import raised_on_all
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
@@ -24,7 +25,6 @@ from unisono.trainer.checkpoint_events import CheckpointEvents
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
 from unisono.trainer.host_parts import HostParts, Occasion
 from unisono.trainer.part_checkpoints import PartCheckpoints
-from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.trainer.run_directory import RunDirectory
 from unisono.trainer.save_announcement import SaveAnnouncement

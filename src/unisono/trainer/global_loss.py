@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.collectives.rank_errors import gather_or_raise
 from unisono.collectives.world import World
 from unisono.data.batch import Share
 from unisono.engine import STEP_UNDONE
 from unisono.errors import LossError
 from unisono.plan import dealt
 from unisono.text import a_type
-from unisono.trainer.rank_errors import gather_or_raise
 
 __all__ = [
     "EncodedBatch",

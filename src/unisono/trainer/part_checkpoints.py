@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from unisono.collectives.rank_errors import raised_on_all
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo
@@ -27,7 +28,6 @@ from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.checkpoint_events import CheckpointEvents
 from unisono.trainer.host_parts import HostParts
 from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, completion, fail
-from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.run_directory import RunDirectory
 from unisono.trainer.save_rule import Place, SaveRule
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.collectives.rank_errors import raised_on_all
 from unisono.collectives.world import World
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.norm import in_memory_order
 from unisono.engine.sharded import Division
 from unisono.state.open_checkpoint import OpenCheckpoint
 from unisono.state.tensor_file import TensorRange, TensorSource
-from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.restoration import Comparison
 from unisono.trainer.snapshot import Subjects
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from unisono.collectives.rank_errors import RankError, gather_or_raise
 from unisono.data.batch import Batch
 from unisono.errors import DataError, LossError
 from unisono.job.user_function import refuse_inside
@@ -26,7 +27,6 @@ from unisono.text import a_type, list_first
 from unisono.trainer.modules import evaluating
 from unisono.trainer.output_sinks import FileSink, MemorySink, OutputSink
 from unisono.trainer.outputs import Layout, Rows, place_rows, read_outputs
-from unisono.trainer.rank_errors import RankError, gather_or_raise
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.sample_results import SampleResults
 from unisono.trainer.snapshot import Cursor

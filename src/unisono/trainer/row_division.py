@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
-from unisono.embedding.lazy_rows import LazyRows
-from unisono.embedding.located_rows import LocatedRows
-from unisono.embedding.row_map import RowMap
-from unisono.embedding.row_owners import RowOwners
-from unisono.embedding.table_modules import BagTable, RowTable
-from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.tables import tables_in
-from unisono.embedding.zero_memory import zero_memory
 from unisono.engine import EngineFactory
-from unisono.engine.row_exchange import DividedTable, RowExchange
-from unisono.errors import RankMismatchError
+from unisono.engine.divided_rows import check_equal_rows, divide_rows
+from unisono.engine.row_exchange import RowExchange
 from unisono.job.ranks import node_rank
-from unisono.state.digest import digest
 from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.rank_positions import Position
 from unisono.trainer.settings import TrainerSettings
@@ -85,11 +76,11 @@ def divide_tables(
                 "ranks: leave one of the two out"
             )
     if position is None:
-        _check_equal(world, found)
+        check_equal_rows(world, found, before="Trainer")
         shift = _shift(world) if found[0].keeps_twice else 0
     else:
         shift = position.shift
-    tables = [_divided(world, module, optimizers, shift) for module in found]
+    tables = [divide_rows(world, module, optimizers.values(), shift=shift) for module in found]
     exchange = RowExchange(world, tables)
     if position is None:
         exchange.connect()
@@ -104,54 +95,3 @@ def _shift(world: World) -> int:
         return sum(hosts[rank] == hosts[(rank + shift) % size] for rank in range(size))
 
     return min(range(1, size), key=together)
-
-
-def _check_equal(world: World, modules: list[RowTable | BagTable]) -> None:
-    """Compare the rows that were written before they are divided: all ranks have all of these."""
-    own = []
-    for module in modules:
-        assert module.rows is not None
-        which = _present(module.rows, len(module.weight))
-        found = {"which": which, "rows": module.weight.detach()[which]}
-        if isinstance(module.rows, RowMap):
-            found["ids"] = module.rows.ids.detach()[which]
-        own.append((module.name, digest(found)))
-    for rank, theirs in enumerate(world.gather(own, "Trainer dividing tables")):
-        differing = [name for (name, mine), (_, other) in zip(own, theirs, strict=True) if mine != other]
-        if differing:
-            raise RankMismatchError(
-                f"the rows of table {differing[0]!r} that were written before the Trainer are not the same on rank "
-                f"{rank} and on rank {world.rank}: write or load the same on every rank"
-            )
-
-
-@torch.no_grad()
-def _divided(
-    world: World, module: RowTable | BagTable, optimizers: Mapping[str, Optimizer], shift: int
-) -> DividedTable:
-    """Leave to this rank the rows of a table that it keeps, and of the state of its optimizer."""
-    weight, rows = module.weight, module.rows
-    assert rows is not None
-    row_nbytes = weight.shape[1] * weight.element_size()
-    there = _present(rows, len(weight))
-    owners = rows.owners = RowOwners(len(weight), row_nbytes, rank=world.rank, ranks=world.size, shift=shift)
-    kept = there[owners.keep(there)]
-
-    def part(tensor: Tensor) -> Tensor:
-        made = zero_memory(tensor.shape, tensor.dtype, small_pages=True)
-        return made.index_copy_(0, kept, tensor.detach()[kept])
-
-    weight.data = part(weight)
-    if isinstance(rows, LazyRows):
-        rows.written.zero_()
-        rows.written[kept] = 1
-    for optimizer in optimizers.values():
-        if isinstance(optimizer, TableOptimizer) and (state := optimizer.state.get(weight)):
-            state.update({k: part(v) for k, v in state.items() if isinstance(v, Tensor) and len(v) == len(weight)})
-    padding = module.padding_idx if isinstance(module, RowTable) else None
-    return DividedTable(module.name, weight, rows, owners, padding)
-
-
-def _present(rows: LocatedRows, length: int) -> Tensor:
-    """Return the rows of a table that have values, before they are divided."""
-    return rows.present(0, length).nonzero().view(-1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.arguments import choice, flag, real, text, whole
+from unisono.collectives.rank_errors import raised_on_all
 from unisono.engine.model_contents import plain_name
 from unisono.errors import CheckpointError
 from unisono.job.user_function import refuse_inside
@@ -22,7 +23,6 @@ from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.evaluation_history import evaluations_since_improvement
 from unisono.trainer.loop import Loop
-from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.shard_gathering import ShardGathering
 from unisono.trainer.snapshot import extra_state, model_tensors

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.collectives.rank_errors import raised_on_all
 from unisono.collectives.world import World
 from unisono.embedding.zero_memory import zero_memory
 from unisono.errors import CheckpointError
@@ -19,7 +20,6 @@ from unisono.state.part_plan import even_claims
 from unisono.state.tensor_file import TensorRange, TensorSource
 from unisono.state.tensor_groups import exchange_parts
 from unisono.trainer.divided_tables import DividedTables
-from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.restoration import Comparison, put_optimizer_state
 from unisono.trainer.resume import ResumedRun
 from unisono.trainer.snapshot import Subjects

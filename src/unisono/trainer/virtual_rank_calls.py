@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from unisono.collectives.rank_errors import gather_or_raise
 from unisono.engine import StepDescription
 from unisono.engine.model_contents import plain_name
 from unisono.engine.step_fingerprint import intent_of_call
@@ -14,7 +15,6 @@ from unisono.errors import DataError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.modules import evaluating
-from unisono.trainer.rank_errors import gather_or_raise
 from unisono.trainer.run_context import RunContext
 
 __all__ = ["VirtualRankCalls"]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.collectives.rank_errors import raised_on_all
 from unisono.collectives.world import World
 from unisono.engine import WeightWrites
 from unisono.engine.model_contents import plain_name
@@ -27,7 +28,6 @@ from unisono.state.tensor_file import TensorRange, TensorSource
 from unisono.state.tensor_groups import forms_of, table_of
 from unisono.state.weight_files import open_weights, read_weights
 from unisono.trainer.divided_tables import DividedTables
-from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.restoration import listed
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
 
