@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam, Table, Tables, export_rows, table_file
+from unisono.embedding.row_owners import RowOwners
 from unisono.errors import UnisonoError
 
 ROWS, DIM = 600, 3
@@ -141,6 +142,37 @@ def test_a_disk_that_is_full_at_the_first_step_is_an_error(tmp_path, monkeypatch
     monkeypatch.setattr(table_file, "reserve", full)
     with pytest.raises(UnisonoError, match=r"rows of table 'item'.* take 8,192 bytes in .*No space left.*Nothing was"):
         train(tables)
+
+
+def test_a_part_of_the_rows_takes_no_more_space_than_it_needs(tmp_path, monkeypatch):
+    rows = 300_000
+    parts = [
+        RowOwners(rows, 64, rank=rank, ranks=3, shift=shift, in_file=True) for shift in (0, 1) for rank in range(3)
+    ]
+    for shift, owners in enumerate([parts[:3], parts[3:]]):
+        kept = torch.zeros(rows, dtype=torch.int64)
+        for each in owners:
+            own = torch.cat([torch.arange(part.start, part.stop) for part in each.kept_ranges()])
+            assert torch.equal(own, each.keep(torch.arange(rows)).nonzero().view(-1))
+            assert 0.6 < 3 * len(own) / rows / (1 + shift) < 1.4
+            kept[own] += 1
+        assert (kept == 1 + shift).all()
+    file = table_file.TableFile("item", tmp_path, (rows, 16), {"sum": (rows,)}, torch.float32)
+    file.divide(parts[0].kept_ranges())
+    file.reserve()
+    own = sum(map(len, parts[0].kept_ranges()))
+    taken = os.fstat(file.segment.fd).st_blocks * 512
+    assert own * 68 <= taken < 1.1 * own * 68
+    state = file.new_state()["sum"]
+    state[parts[0].kept_ranges()[0].start] = 1
+    assert not file.new_state()["sum"].any() and os.fstat(file.segment.fd).st_blocks * 512 == taken
+    file.divide(parts[0].kept_ranges())
+    monkeypatch.setattr(table_file, "free_bytes", lambda _: own * 68 - 1)
+    with pytest.raises(
+        UnisonoError, match=rf"this rank's part, {own}, of the rows of table 'item'.* {own * 68:,} bytes"
+    ):
+        file.reserve()
+    assert os.fstat(file.segment.fd).st_blocks == 0
 
 
 LIMITED = """

@@ -1,5 +1,6 @@
 """Embedding tables whose rows are divided over ranks, in a loop of one's own."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,23 +9,27 @@ PROGRAMS = Path(__file__).parent / "programs"
 PROGRAM, MISTAKES = PROGRAMS / "divided_loop.py", PROGRAMS / "mistaken_loops.py"
 
 
-def run(fork_ranks, n, *args):
+def run(fork_ranks, n, *args, **options):
     """What the first rank prints: the rows with their state, what was exported, the dense part, and an evaluation."""
-    lines = [line.removeprefix("[0] ") for line in fork_ranks(n, PROGRAM, *args).lines()]
+    lines = [line.removeprefix("[0] ") for line in fork_ranks(n, PROGRAM, *args, **options).lines()]
     return [line for line in lines if line.startswith(("rows ", "dense "))]
 
 
+ENGINES = "shared", "collective"
 LARGE = [pytest.param(kind, 4, marks=pytest.mark.soak) for kind in ("fixed", "dynamic")]
 
 
 @pytest.mark.parametrize(("kind", "n"), [("fixed", 3), ("dynamic", 3), ("ddp", 2), *LARGE])
 def test_divided_rows_have_the_bits_of_one_copy(fork_ranks, tmp_path, kind, n):
-    found = [run(fork_ranks, n, engine, kind, 6, "-", tmp_path / engine) for engine in ("shared", "collective")]
+    found = [run(fork_ranks, n, engine, kind, 6, "-", tmp_path / engine) for engine in ENGINES]
     assert len(found[0]) == 2 and found[0] == found[1]
-    # A run that goes on, from either, has them, too.
+    # A run that goes on has them, too, in memory or in files.
     run(fork_ranks, n, "collective", kind, 3, "-", tmp_path / "half")
-    for engine in ("shared", "collective"):
-        assert run(fork_ranks, n, engine, kind, 3, tmp_path / "half", tmp_path / f"then-{engine}") == found[0]
+    (tmp_path / "disk").mkdir()
+    for engine, variables in product(ENGINES, ({}, {"FILES": str(tmp_path / "disk")})):
+        then = tmp_path / f"then-{engine}-{len(variables)}"
+        assert run(fork_ranks, n, engine, kind, 3, tmp_path / "half", then, variables=variables) == found[0]
+    assert not any((tmp_path / "disk").iterdir())
 
 
 @pytest.mark.parametrize("kind", ["fixed", "dynamic"])

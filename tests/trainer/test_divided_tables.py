@@ -31,6 +31,17 @@ def test_rows_that_are_divided_have_the_bits_of_whole_tables(fork_ranks, kind, o
     assert len({*on_one_rank.values()}) == len(on_one_rank)
 
 
+def test_rows_that_are_divided_can_be_in_files(fork_ranks, fork_python, kind, on_one_rank, tmp_path):
+    files, in_files = tmp_path / "disk", {"FILES": str(tmp_path / "disk")}
+    files.mkdir()
+    job = fork_ranks(3, PROGRAM, f"{kind}clipped,steps,full", tmp_path, variables=in_files)
+    assert digests_of(job, least=7) == on_one_rank
+    (expected,) = digests(fork_python(PROGRAM, f"{kind}saved", tmp_path / "whole", 9), least=1).values()
+    for n, steps, variables in ((3, 3, in_files), (2, 5, {}), (4, 9, in_files)):  # and in memory
+        job = fork_ranks(n, PROGRAM, f"{kind}saved", tmp_path / "parts", steps, variables=variables)
+    assert f"saved = {expected}" in "\n".join(job.lines()) and not any(files.iterdir())
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
 def test_each_rule_has_the_bits_of_whole_tables(fork_ranks, fork_python, kind, on_one_rank, tmp_path, n):
@@ -79,7 +90,6 @@ def test_a_killed_rank_sends_all_back_to_the_last_checkpoint(run_ranks, fork_pyt
     [
         ({"capacity": 9, "when_full": "grow"}, 'it has when_full="grow": give it the capacity that it may need'),
         ({"rows": 9}, "it needs init_std="),
-        ({"rows": 9, "init_std": 0.1, "directory": "."}, "it has directory=.*leave one of the two out"),
     ],
 )
 def test_tables_that_cannot_be_divided_are_refused(settings, why):

@@ -30,9 +30,9 @@ def expected(kind, fork_python, tmp_path_factory):
 def run(run_ranks, kind, expected, tmp_path):
     """Run the program on ranks of which some die, and check what it comes to."""
 
-    def run(ranks, deaths, *, directory="-", replaced=None, **options):
+    def run(ranks, deaths, *, directory="-", files="", replaced=None, **options):
         (tmp_path / "marks").mkdir(exist_ok=True)
-        job = run_ranks(ranks, PROGRAM, kind, directory, deaths, tmp_path / "marks", **options)
+        job = run_ranks(ranks, PROGRAM, f"{kind},{files}", directory, deaths, tmp_path / "marks", **options)
         assert job.lines(0)[-1] == expected, job.said
         count = job.said.count("; replaced")
         assert count in (range(1, 5) if replaced is None else [replaced]) and "Traceback" not in job.said, job.said
@@ -43,6 +43,12 @@ def run(run_ranks, kind, expected, tmp_path):
 
 def test_ranks_that_die_are_replaced_with_the_rows_of_others(run):
     run(3, "1:2:loss,0:4:900,2:7:written,1:8:evaluate,0:11:2500", replaced=5)
+
+
+def test_rows_in_files_of_each_rank_are_replaced(run, tmp_path):
+    (tmp_path / "disk").mkdir()
+    run(3, "1:3:loss,0:5:1200", files=tmp_path / "disk", replaced=2)
+    assert not any((tmp_path / "disk").iterdir())
 
 
 def test_a_rank_that_has_missed_the_end_of_a_step_makes_its_update(run):

@@ -18,6 +18,11 @@ from unisono.embedding.zero_memory import LEAST_NBYTES, PAGE_NBYTES
 
 __all__ = ["RowOwners", "range_by_sample"]
 
+_FILE_BLOCK_NBYTES = 1 << 18
+_FILE_BITS = 10
+"""Rows of a block in a file: numbers that there are one of for each row then fill a page of it, too."""
+_FILE_BLOCKS = 64
+"""The number of blocks for each rank, at least."""
 _LEAST_ENTRIES = 256
 """With fewer entries for each of several owners of rows, the work is less than that of dividing it."""
 _SAMPLED = 32
@@ -34,17 +39,24 @@ class RowOwners:
         ranks: The number of ranks.
         shift: How much greater the number of the rank that keeps a row, too, is than that of its owner; 0: there is
             none. Not a multiple of `ranks` otherwise.
+        in_file: True for rows in a file, whose space is reserved in one piece for each block: these are larger then.
 
     >>> owners = RowOwners(100_000, 64, rank=0, ranks=3)
     >>> owners.block_length, torch.bincount(owners.of(torch.arange(100_000))).tolist()
     (64, [31168, 33568, 35264])
     """
 
-    def __init__(self, rows: int, row_nbytes: int, *, rank: int, ranks: int, shift: int = 0) -> None:
-        self._rank, self._ranks, self.shift = rank, ranks, shift
+    def __init__(
+        self, rows: int, row_nbytes: int, *, rank: int, ranks: int, shift: int = 0, in_file: bool = False
+    ) -> None:
+        self._rank, self._ranks, self.shift, self._rows = rank, ranks, shift, rows
         # Of a small table pages would be few, and it has no pages of its own.
         is_small = rows * row_nbytes < LEAST_NBYTES
         self._bits = 0 if is_small else (PAGE_NBYTES // math.gcd(PAGE_NBYTES, row_nbytes)).bit_length() - 1
+        if in_file and not is_small:
+            wanted = max((_FILE_BLOCK_NBYTES // row_nbytes).bit_length() - 1, _FILE_BITS)
+            most = (rows // (_FILE_BLOCKS * ranks)).bit_length() - 1  # so that shares are about equal
+            self._bits = max(min(wanted, most), self._bits)
 
     @property
     def block_length(self) -> int:
@@ -84,6 +96,17 @@ class RowOwners:
             owners: The owner of each row.
         """
         return torch.where(owners == self._rank, (self._rank + self.shift) % self._ranks, owners)
+
+    def kept_ranges(self) -> list[range]:
+        """Return the rows that this rank keeps, in blocks; of a table without blocks, all rows."""
+        if not self._bits:
+            return [range(self._rows)]
+        is_kept = self.keep(torch.arange(0, self._rows, self.block_length)).int()
+        edges = torch.diff(is_kept, prepend=is_kept.new_zeros(1), append=is_kept.new_zeros(1))
+        starts, stops = ((edges == edge).nonzero().view(-1) * self.block_length for edge in (1, -1))
+        return [
+            range(start, min(stop, self._rows)) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
 
     def _rank_of(self, numbers: Tensor) -> Tensor:
         ranks: Tensor = mixed(numbers).bitwise_right_shift_(33).bitwise_and_(2**31 - 1)

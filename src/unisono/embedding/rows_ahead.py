@@ -114,7 +114,10 @@ class RowsAhead:
                 (tensor.data_ptr(), tensor[:1].numel() * tensor.element_size())
                 for tensor in (file.weight, *file.state.values())
             ]
-            parts.append(_RowsInFile(file.segment, stores, rows[rows >= 0]))
+            rows = rows[rows >= 0]
+            if table.rows.owners is not None:
+                rows = rows[table.rows.owners.keep(rows)]
+            parts.append(_RowsInFile(file.segment, stores, rows))
         return parts
 
     def _table(self, name: object, source: str) -> RowTable | BagTable:

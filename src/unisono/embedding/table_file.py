@@ -7,6 +7,7 @@ read or written stay in memory as long as the kernel has room, and it writes cha
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -87,16 +88,15 @@ class TableFile:
         for key, shape in self._shapes.items():
             self._offsets[key] = self.nbytes
             self.nbytes += align_up(torch.Size(shape).numel() * dtype.itemsize, mmap.PAGESIZE)
-        try:
-            self.segment = self._prepared(unnamed_file(self.directory, self.nbytes))
-        except OSError as error:
-            raise UnisonoError(
-                f"the rows of table {name!r} cannot have a file of {self.nbytes:,} bytes in {self.directory}: {error}"
-            ) from error
+        self.segment = self._made()
         """The file, whose descriptor stays open."""
         self.is_shared = False
         """True if other ranks have the file, too."""
-        self._is_reserved = self._has_state = False
+        self._kept: Sequence[range] | None = None
+        """The rows of this rank, where each has a file of its own; None: all rows."""
+        self._is_reserved = False
+        self._used: set[str] = set()
+        """What of the state may be other than zeros."""
 
     def __del__(self) -> None:
         """Close the descriptor. The mapping stays while tensors have it."""
@@ -105,6 +105,11 @@ class TableFile:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
+
+    @property
+    def is_divided(self) -> bool:
+        """True if this rank has a part of the rows, in a file of its own."""
+        return self._kept is not None
 
     @property
     def inode(self) -> int:
@@ -127,17 +132,23 @@ class TableFile:
         Raises:
             UnisonoError: It has none.
         """
-        was_there = self._has_state
-        state = self.reserved_state()
-        if was_there:
-            for tensor in state.values():
-                tensor.zero_()
-        return state
+        self.reserve()
+        return {key: self.zeros(key) for key in self._shapes if key != _WEIGHT}
+
+    def zeros(self, key: str) -> Tensor:
+        """Return one tensor of the state as `new_state` does."""
+        self.reserve()
+        tensor = self._tensor(key)
+        if key in self._used:
+            for rows in [range(len(tensor))] if self._kept is None else self._kept:
+                tensor[rows.start : rows.stop].zero_()
+        self._used.add(key)
+        return tensor
 
     def reserved_state(self) -> dict[str, Tensor]:
         """Return the state of the optimizer as it is, and make sure of the room as `new_state` does."""
         self.reserve()
-        self._has_state = True
+        self._used |= self.state.keys()
         return dict(self.state)
 
     def has(self, tensor: Any) -> bool:
@@ -155,14 +166,32 @@ class TableFile:
         if self._is_reserved:
             return
         try:
-            reserve(self.segment)
+            if self._kept is None:
+                reserve(self.segment)
+            else:
+                self._reserve_rows(self._kept)
         except OSError as error:
+            part = "" if self._kept is None else f"this rank's part, {sum(map(len, self._kept))}, of "
             raise UnisonoError(
-                f"the rows of table {self.name!r} and the state of its optimizer take {self.nbytes:,} bytes in "
-                f"{self.directory}, where {free_bytes(self.directory):,} are free: {error.strerror}. Nothing was "
-                "written. Make room, or give a folder on another disk."
+                f"{part}the rows of table {self.name!r} and the state of its optimizer take {self._kept_nbytes:,} "
+                f"bytes in {self.directory}, where {free_bytes(self.directory):,} are free: {error.strerror}. Nothing "
+                "was written. Make room, or give a folder on another disk."
             ) from error
         self._is_reserved = True
+
+    def divide(self, kept: Sequence[range]) -> None:
+        """Take a new file of zeros, for a part of the rows: only these may be written.
+
+        Args:
+            kept: The rows of this rank, as ascending ranges.
+
+        Raises:
+            UnisonoError: The file cannot be made.
+        """
+        segment = self._made()
+        self.segment.close_descriptor()
+        self.segment, self._kept, self.is_shared = segment, kept, False
+        self._is_reserved, self._used = False, set()
 
     def take(self, fd: int) -> None:
         """Take the file of another rank in place of the own one.
@@ -176,6 +205,31 @@ class TableFile:
         segment = Segment(fd)
         self.segment.close_descriptor()
         self.segment, self._is_reserved = self._prepared(segment), False
+
+    @property
+    def _kept_nbytes(self) -> int:
+        """The size of the rows of this rank, and of their state."""
+        if self._kept is None:
+            return self.nbytes
+        count = sum(map(len, self._kept))
+        return sum(count * torch.Size(shape[1:]).numel() * self._dtype.itemsize for shape in self._shapes.values())
+
+    def _reserve_rows(self, kept: Sequence[range]) -> None:
+        if self._kept_nbytes > free_bytes(self.directory):  # before a part of it is taken
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for key, shape in self._shapes.items():
+            row_nbytes = torch.Size(shape[1:]).numel() * self._dtype.itemsize
+            for rows in kept:
+                reserve(self.segment, row_nbytes * len(rows), start=self._offsets[key] + row_nbytes * rows.start)
+
+    def _made(self) -> Segment:
+        try:
+            return self._prepared(unnamed_file(self.directory, self.nbytes))
+        except OSError as error:
+            raise UnisonoError(
+                f"the rows of table {self.name!r} cannot have a file of {self.nbytes:,} bytes in {self.directory}: "
+                f"{error}"
+            ) from error
 
     def _prepared(self, segment: Segment) -> Segment:
         # Rows are read at random, so what is beside them on the disk is not wanted.

@@ -166,8 +166,6 @@ def check_divided(tables: Mapping[str, Table]) -> None:
             why = 'it has when_full="grow": give it the capacity that it may need, as free rows take no memory'
         elif table.rows is not None and table.init_std is None:
             why = "it needs init_std=, such as init_std=0.01: without it, each rank would write all rows at the start"
-        elif table.directory is not None:
-            why = "it has directory=, a file that the ranks of one host share: leave one of the two out"
         if why is not None:
             raise ValueError(f"divided=True is not possible for table {name!r}: {why}")
 
@@ -212,6 +210,7 @@ def check_room(tables: Mapping[str, Table], *, have_files: bool = False, part: f
     for names in of_disks.values():
         directory = Path(tables[names[0]].directory or "")
         wanted, free = sum(tables[name].nbytes + tables[name].state_nbytes for name in names), free_bytes(directory)
+        wanted = int(part * wanted)
         if wanted > free:
             raise UnisonoError(
                 f"the rows and the state of {' and '.join(map(repr, names))} take {wanted / 1e9:.3g} GB in "

@@ -20,10 +20,10 @@ from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.zero_memory import zero_memory
 from unisono.engine.row_exchange import DividedTable
-from unisono.errors import RankMismatchError
+from unisono.errors import RankMismatchError, UnisonoError
 from unisono.state.digest import digest
 
-__all__ = ["check_equal_rows", "divide_rows"]
+__all__ = ["check_equal_rows", "divide_rows", "reserve_files"]
 
 
 def check_equal_rows(world: World, modules: Sequence[RowTable | BagTable], *, before: str) -> None:
@@ -68,26 +68,50 @@ def divide_rows(
         optimizers: The optimizers, one of which may have it.
         shift: See `RowOwners`.
     """
-    weight, rows = module.weight, module.rows
+    weight, rows, file = module.weight, module.rows, module.file
     assert rows is not None
     row_nbytes = weight.shape[1] * weight.element_size()
     there = _present(rows, len(weight))
-    owners = rows.owners = RowOwners(len(weight), row_nbytes, rank=world.rank, ranks=world.size, shift=shift)
+    owners = rows.owners = RowOwners(
+        len(weight), row_nbytes, rank=world.rank, ranks=world.size, shift=shift, in_file=file is not None
+    )
     kept = there[owners.keep(there)]
+    if file is not None:
+        file.divide(owners.kept_ranges())
 
-    def part(tensor: Tensor) -> Tensor:
-        made = zero_memory(tensor.shape, tensor.dtype, small_pages=True)
+    def part(tensor: Tensor, in_file: Tensor | None) -> Tensor:
+        made = zero_memory(tensor.shape, tensor.dtype, small_pages=True) if in_file is None else in_file
         return made.index_copy_(0, kept, tensor.detach()[kept])
 
-    weight.data = part(weight)
+    weight.data = part(weight, None if file is None else file.weight)
     if isinstance(rows, LazyRows):
         rows.written.zero_()
         rows.written[kept] = 1
     for optimizer in optimizers:
         if isinstance(optimizer, TableOptimizer) and (state := optimizer.state.get(weight)):
-            state.update({k: part(v) for k, v in state.items() if isinstance(v, Tensor) and len(v) == len(weight)})
+            in_file = {} if file is None else file.reserved_state()
+            rowed = {k: v for k, v in state.items() if isinstance(v, Tensor) and len(v) == len(weight)}
+            state.update({k: part(v, in_file.get(k)) for k, v in rowed.items()})
     padding = module.padding_idx if isinstance(module, RowTable) else None
-    return DividedTable(module.name, weight, rows, owners, padding)
+    return DividedTable(module.name, weight, rows, owners, padding, file)
+
+
+def reserve_files(world: World, tables: Iterable[DividedTable]) -> None:
+    """Make sure that disks have room for the rows of this rank. Every rank must call it, or a new one alone.
+
+    Raises:
+        UnisonoError: On all ranks, if one has no room.
+    """
+    failure = None
+    try:
+        for table in tables:
+            if table.file is not None:
+                table.file.reserve()
+    except UnisonoError as error:
+        failure = f"rank {world.rank}: {error}"
+    failures = [each for each in world.gather(failure, "reserving the files of tables") if each is not None]
+    if failures:
+        raise UnisonoError(failures[0])
 
 
 def _present(rows: LocatedRows, length: int) -> Tensor:

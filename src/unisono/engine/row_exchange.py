@@ -23,6 +23,7 @@ from unisono.embedding.id_order import ordered_ids
 from unisono.embedding.located_rows import LocatedRows
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_owners import RowOwners
+from unisono.embedding.table_file import TableFile
 from unisono.engine.kept_updates import KeptUpdates
 from unisono.engine.message_exchange import MessageExchange
 from unisono.errors import UnisonoError
@@ -51,6 +52,8 @@ class DividedTable(NamedTuple):
     owners: RowOwners
     padding: int | None
     """An id whose row reads as zeros as long as it has not been written; None: there is none."""
+    file: TableFile | None
+    """What has the rows and their state; None: they are in memory."""
 
     @property
     def row_nbytes(self) -> int:

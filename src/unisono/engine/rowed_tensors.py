@@ -18,6 +18,7 @@ from unisono.embedding.located_rows import ReadRows
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_optimizers import rule_named
 from unisono.embedding.table_optimizer import TableOptimizer
+from unisono.embedding.zero_memory import zero_memory
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.row_exchange import DividedTable
 from unisono.engine.row_transfer import RowedTensor, RowTransfer
@@ -63,6 +64,18 @@ class NamedTensors:
     def present(self) -> list[int]:
         """The numbers of the tensors that there are."""
         return [number for number in range(len(self.names)) if self.exists(number)]
+
+    def new_state(self, number: int, form: Tensor) -> Tensor:
+        """Return memory of zeros for a tensor of the state of an optimizer.
+
+        Args:
+            number: The number of the tensor.
+            form: Of its shape and type, as they are in a checkpoint.
+        """
+        file = self.transfer.tensors[number].table.file
+        if file is not None:
+            return file.zeros(self.names[number][1].rpartition(".")[2])
+        return zero_memory(form.shape, form.dtype, small_pages=True)
 
     @contextmanager
     def serving(self, order: Tensor | None = None) -> Iterator[None]:

@@ -24,7 +24,7 @@ from unisono.embedding.tables import Tables, tables_in
 from unisono.engine import EngineFactory, EngineKind, files_of, select_engines, share_files
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.description import check_equal_documents, describe_groups, describe_row_updates, plain
-from unisono.engine.divided_rows import check_equal_rows, divide_rows
+from unisono.engine.divided_rows import check_equal_rows, divide_rows, reserve_files
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.row_exchange import RowExchange
 from unisono.engine.rowed_tensors import NamedTensors
@@ -84,8 +84,7 @@ class SharedTables:
         is_divided = all(module.is_divided for module in self._modules)
         if engine == "collective" and not is_divided:
             raise ValueError('engine="collective" divides the rows over ranks: make the tables with divided=True')
-        if engine != "collective":
-            share_files(world, [tables], [optimizer])
+        share_files(world, [tables], [optimizer], divided=engine == "collective")
         factory = select_engines(
             engine, world, [tables], [optimizer], virtual_ranks=world.size, overlap=False, protect=False
         )
@@ -238,10 +237,11 @@ class SharedTables:
     def _describe(self, tables: Tables) -> Document:
         """Describe what must be equal on all ranks."""
         of_settings = {
-            f"{key} of table {module.name!r}": plain(value)
+            # Hosts may have other disks.
+            f"{key} of table {module.name!r}": value is not None if key == "directory" else plain(value)
             for module in self._modules
             for key, value in vars(module.table).items()
-            if key not in ("directory", "optimizer")  # hosts may have other disks
+            if key != "optimizer"
         }
         return {
             "the names of the tables": [*self._trained.names],
@@ -269,6 +269,7 @@ class SharedTables:
             self._take_first_seed(module)
         check_equal_rows(world, modules, before="share_tables")
         divided = [divide_rows(world, module, [self._optimizer]) for module in modules]
+        reserve_files(world, divided)
         self._exchange = factory.exchange = RowExchange(world, divided, joint=True)
         self._exchange.connect()
         NamedTensors(world, {"": tables}, {"": self._optimizer}, divided)

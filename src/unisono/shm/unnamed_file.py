@@ -41,21 +41,22 @@ def unnamed_file(folder: Path, nbytes: int) -> Segment:
     return Segment(fd)
 
 
-def reserve(segment: Segment, nbytes: int | None = None) -> None:
+def reserve(segment: Segment, nbytes: int | None = None, *, start: int = 0) -> None:
     """Allocate the space of a file on its disk, so that no later write to the mapping finds the disk full: that would
     end the process by SIGBUS. What is allocated already stays as it is. Data is not written.
 
     Args:
         segment: What `unnamed_file` has returned.
-        nbytes: How many bytes from the first on; None: all.
+        nbytes: How many bytes from `start` on; None: all.
+        start: The first one.
 
     Raises:
         OSError: There is no room, or the file system cannot do this.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     # Not os.posix_fallocate, which writes to every block where the file system has no such call.
-    count = segment.nbytes if nbytes is None else nbytes
-    while libc.fallocate(segment.fd, 0, ctypes.c_int64(0), ctypes.c_int64(count)):
+    count = segment.nbytes - start if nbytes is None else nbytes
+    while libc.fallocate(segment.fd, 0, ctypes.c_int64(start), ctypes.c_int64(count)):
         if (number := ctypes.get_errno()) != errno.EINTR:
             raise OSError(number, os.strerror(number))
 

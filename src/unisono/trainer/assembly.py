@@ -219,7 +219,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     policy = settings.checkpoints
     if policy.incremental is None:
         policy = replace(policy, incremental=bool(tables_in(modules.values())))
-    share_files(world, modules.values(), optimizers.values())
+    share_files(world, modules.values(), optimizers.values(), divided=settings.engine == "collective")
     position = recovery.position
     base = engines_of_run(settings, world, modules, optimizers, recovery) if has_divided(modules) else None
     divided = None if base is None else divide_tables(world, modules, optimizers, base, settings, position=position)

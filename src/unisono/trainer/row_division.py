@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from unisono.collectives.world import World
 from unisono.embedding.tables import tables_in
 from unisono.engine import EngineFactory
-from unisono.engine.divided_rows import check_equal_rows, divide_rows
+from unisono.engine.divided_rows import check_equal_rows, divide_rows, reserve_files
 from unisono.engine.row_exchange import RowExchange
 from unisono.job.ranks import node_rank
 from unisono.trainer.divided_tables import DividedTables
@@ -81,6 +81,7 @@ def divide_tables(
     else:
         shift = position.shift
     tables = [divide_rows(world, module, optimizers.values(), shift=shift) for module in found]
+    reserve_files(world, tables)
     exchange = RowExchange(world, tables)
     if position is None:
         exchange.connect()

@@ -78,15 +78,20 @@ def refuse_averages(modules: Mapping[str, nn.Module], decay: float | None) -> No
 def tensors_in_files(
     modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> dict[tuple[str, str], Tensor]:
-    """Return the rows of tables in files, and the memory for their state, by group and name in a checkpoint."""
+    """Return the rows of tables in files, and the memory for their state, by group and name in a checkpoint.
+
+    Tables of which each rank has a part are not among them.
+    """
     found: dict[tuple[str, str], Tensor] = {}
     names = parameter_names(modules)
     for module in tables_in(modules.values()).values():
-        if module.file is not None:
+        if module.file is not None and not module.file.is_divided:
             found["model", names[id(module.weight)]] = module.file.weight
     single = [*optimizers] == [""]
     for key, optimizer in optimizers.items():
         for p, file in optimizer.files.items() if isinstance(optimizer, TableOptimizer) else ():
+            if file.is_divided:
+                continue
             where = names[id(p)] if single else f"{key}.{names[id(p)]}"
             found |= {("optimizer", f"{where}.{of_state}"): tensor for of_state, tensor in file.state.items()}
     return found

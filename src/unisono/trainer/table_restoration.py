@@ -14,7 +14,6 @@ from torch import Tensor
 
 from unisono.collectives.rank_errors import raised_on_all
 from unisono.collectives.world import World
-from unisono.embedding.zero_memory import zero_memory
 from unisono.errors import CheckpointError
 from unisono.state.part_plan import even_claims
 from unisono.state.tensor_file import TensorRange, TensorSource
@@ -52,9 +51,7 @@ def restore_tables(
     groups = _read_common(world, tables, found)
     of_optimizer = {name: n for name, n in tables.divided("optimizer").items() if name in groups["optimizer"]}
     groups["optimizer"] |= {
-        name: zero_memory(form.shape, form.dtype, small_pages=True)
-        for name in of_optimizer
-        for form in [groups["optimizer"][name]]
+        name: tables.tensors.new_state(number, groups["optimizer"][name]) for name, number in of_optimizer.items()
     }
     comparison = Comparison(subjects, groups, found.document, source=found.source)
     for name, number in of_optimizer.items():

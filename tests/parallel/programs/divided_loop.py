@@ -1,7 +1,8 @@
 """Train divided tables in a loop of one's own, and print what came: `divided_loop.py ENGINE KIND STEPS FROM TO`.
 
-It begins with the state in FROM and leaves its own in TO; "-" is none. If KIND is "ddp", torch's DDP
-has the dense part; if it is "still", that is not trained, since its sums depend on what ranks are connected by.
+It begins with the state in FROM and leaves its own in TO; "-" is none. If KIND is "ddp", torch's DDP has the dense
+part; if it is "still", that is not trained, since its sums depend on what ranks are connected by. With FILES in the
+environment, tables are in files in that folder, and rows are read ahead.
 """
 
 import os
@@ -44,7 +45,8 @@ def main():
     rank, size = unisono.rank(), unisono.world_size()
     torch.manual_seed(rank)  # first values are rank 0's
     settings = zip(SIZES[kind], (Adam(lr=0.05), RowwiseAdagrad(lr=0.1), SGD(lr=0.1)), strict=False)
-    first, second = (Table(**of, dim=4, pooling="sum", optimizer=rule) for of, rule in settings)
+    common = {"dim": 4, "pooling": "sum", "directory": os.environ.get("FILES")}
+    first, second = (Table(**of, **common, optimizer=rule) for of, rule in settings)
     tables = Tables({"items": first, "users": second}, divided=True)
     torch.manual_seed(1)
     dense = nn.Linear(8, 3)
@@ -68,6 +70,7 @@ def main():
     for step in range(done, done + count):
         ids, labels = (of_all[step].chunk(size)[rank] for of_all in (all_ids, all_labels))
         optimizer.zero_grad()
+        tables.prefetch({"items": ids * 97 % 40_000})
         for some, targets in zip(ids.chunk(2), labels.chunk(2), strict=True):
             found = torch.cat([tables["items"](some * 97 % 40_000), tables["users"](some[:, :3])], 1)
             F.cross_entropy(model(found), targets[:, 0]).backward()

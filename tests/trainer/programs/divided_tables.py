@@ -1,6 +1,7 @@
 """Train tables whose rows are divided over ranks, and print digests: `divided_tables.py KINDS [DIRECTORY [STEPS]]`.
 
-With DIVIDED=0 in the environment, each rank has whole tables. With "dynamic" among the kinds, tables are dynamic.
+With DIVIDED=0 in the environment, each rank has whole tables; with FILES, two tables are in files in that folder. With
+"dynamic" among the kinds, tables are dynamic.
 """
 
 import hashlib
@@ -32,6 +33,7 @@ from unisono.state.digest import digest
 
 RULES = [SGD(lr=0.1, weight_decay=0.1), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1), Adam(lr=0.1), RowwiseAdam(lr=0.1)]
 DIVIDED = os.environ.get("DIVIDED") != "0"
+FILES = os.environ.get("FILES")
 DYNAMIC = "dynamic" in sys.argv[1].split(",")
 SIZES = [{"rows": 50_000}, {"rows": 400}, {"rows": 2}]
 if DYNAMIC:  # rows that stay, some of which have a page of memory; that are given up; and that not all ids get
@@ -52,9 +54,15 @@ class Net(nn.Module):
         torch.manual_seed(3)
         tables = Tables(
             {
-                "words": Table(**SIZES[0], dim=6, optimizer=rule, init_std=0.1, padding_idx=5),
+                "words": Table(**SIZES[0], dim=6, optimizer=rule, init_std=0.1, padding_idx=5, directory=FILES),
                 "bags": Table(
-                    **SIZES[1], dim=8, pooling="mean", padding_idx=0, optimizer=RowwiseAdagrad(lr=0.1), init_std=0.2
+                    **SIZES[1],
+                    dim=8,
+                    pooling="mean",
+                    padding_idx=0,
+                    optimizer=RowwiseAdagrad(lr=0.1),
+                    init_std=0.2,
+                    directory=FILES,
                 ),
                 "rare": Table(**SIZES[2], dim=6, optimizer=SGD(lr=0.1, clip_row_norm=0.01), init_std=1.0),
             },

@@ -3,7 +3,8 @@
 KIND is "fixed" or "dynamic". DEATHS is a list RANK:STEP:WHERE, with commas between: in the loss function ("loss"),
 after the update of the step ("written"), at a number of calls of functions from the beginning of the step ("17"), in an
 evaluation after it ("evaluate"), or while rows are exported ("export"). With "late", the rank does not die, but never
-learns that the step has ended. MARKS is a directory that notes who has died.
+learns that the step has ended. MARKS is a directory that notes who has died. With
+"fixed,FOLDER", tables are in files in that folder.
 """
 
 import os
@@ -22,7 +23,8 @@ from unisono.engine.collective import CollectiveEngine
 from unisono.engine.kept_updates import KeptUpdates
 from unisono.engine.row_transfer import RowTransfer
 
-kind, directory = sys.argv[1], None if sys.argv[2] == "-" else Path(sys.argv[2])
+kind, _, files = sys.argv[1].partition(",")
+directory = None if sys.argv[2] == "-" else Path(sys.argv[2])
 deaths = [each.split(":") for each in sys.argv[3].split(",") if each]
 marks = Path(sys.argv[4])
 
@@ -47,6 +49,7 @@ class Net(nn.Module):
         words, bags = {"rows": 3000, "init_std": 0.1}, {"rows": 300, "init_std": 0.1}
         if kind == "dynamic":
             words, bags = {"capacity": 3000}, {"capacity": 60, "when_full": "evict_oldest"}
+        words["directory"] = bags["directory"] = files or None
         self.tables = Tables(
             {
                 "words": Table(**words, dim=8, optimizer=Adam(lr=0.1)),

@@ -39,7 +39,9 @@ def files_of(modules: Iterable[nn.Module]) -> dict[int, TableFile]:
     return {key: module.file for key, module in tables_in(modules).items() if module.file is not None}
 
 
-def share_files(world: World, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+def share_files(
+    world: World, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer], *, divided: bool = False
+) -> None:
     """Let all ranks have one file for each table that is in one. Every rank must call it. Nothing is copied.
 
     It also makes sure that the disk has room for them.
@@ -48,21 +50,30 @@ def share_files(world: World, modules: Iterable[nn.Module], optimizers: Iterable
         world: The ranks.
         modules: The models.
         optimizers: The optimizers, whose state may be in the files.
+        divided: True if rows of tables with divided=True are about to be divided over ranks, as those on several hosts
+            are. Each rank then keeps its own file of them.
 
     Raises:
-        ValueError: On all ranks, if they are on several hosts.
+        ValueError: On all ranks, if they are on several hosts, and a table cannot be divided.
         UnisonoError: On all ranks, if one of them cannot open or map a file, or the disk has no room.
     """
-    tables = [module for module in tables_in(modules).values() if module.file is not None]
+    tables = [
+        module
+        for module in tables_in(modules).values()
+        if module.file is not None and not module.file.is_divided and not (divided and module.is_divided)
+    ]
     if not tables or world.group is None:
         return
     files = [module.file for module in tables if module.file is not None]
     own = [_Offer(file.segment.fd, file.inode, file.is_shared) for file in files]
     everyone = world.gather((host_id(), os.getpid(), own), "sharing the files of tables")
     if len({host for host, *_ in everyone}) > 1:
+        if all(module.is_divided for module in tables):
+            return
         raise ValueError(
             f"table {tables[0].name!r} has directory=, and the {world.size} ranks are on several hosts: they share the "
-            "file of one host alone. Start ranks on one host, or leave directory= out."
+            "file of one host alone. Start ranks on one host, leave directory= out, or make the tables with "
+            "divided=True, with which each rank has a part of the rows in a file of its own."
         )
     states = {p: part.state[p] for each in optimizers for part in parts_of(each) for p in _of_files(part)}
     failure = None
