@@ -7,6 +7,7 @@ import pytest
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROGRAM, MISTAKES = PROGRAMS / "divided_loop.py", PROGRAMS / "mistaken_loops.py"
+RANDOM = PROGRAMS / "random_table_loops.py"
 
 
 def run(fork_ranks, n, *args, **options):
@@ -43,6 +44,22 @@ def test_any_number_of_ranks_and_servers_load_the_parts(fork_ranks, run_ranks, f
         for flags in ([], ["--servers", "2"])
     ]
     assert of_servers[0] == of_servers[1] != expected
+
+
+@pytest.mark.parametrize("seed", [1, 6, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(100, 130))])
+def test_random_loops_have_the_bits_of_one_copy(fork_ranks, tmp_path, seed):
+    """Also those that go on from a state, in the other form or in files."""
+    n, engine = 2 + seed % 3, ENGINES[seed % 2]
+    (tmp_path / "disk").mkdir()
+    files = [tmp_path / "disk"] if seed % 3 else []
+    jobs = [
+        fork_ranks(n, RANDOM, seed, "shared", 0, 8, "-", tmp_path / "one"),
+        fork_ranks(n, RANDOM, seed, "collective", 0, 8, "-", tmp_path / "divided"),
+        fork_ranks(n, RANDOM, seed, "collective", 0, 4, "-", tmp_path / "half", *files),
+        fork_ranks(n, RANDOM, seed, engine, 4, 8, tmp_path / "half", tmp_path / "then", *files),
+    ]
+    one, divided, half, then = (job.lines(0)[-1].removeprefix("[0] ") for job in jobs)
+    assert one.startswith("state sha256: ") and one == divided == then != half
 
 
 def test_mistakes_are_told(fork_ranks):
