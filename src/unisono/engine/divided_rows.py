@@ -23,7 +23,7 @@ from unisono.engine.row_exchange import DividedTable
 from unisono.errors import RankMismatchError, UnisonoError
 from unisono.state.digest import digest
 
-__all__ = ["check_equal_rows", "divide_rows", "reserve_files"]
+__all__ = ["check_equal_rows", "divide_rows"]
 
 
 def check_equal_rows(world: World, modules: Sequence[RowTable | BagTable], *, before: str) -> None:
@@ -38,10 +38,16 @@ def check_equal_rows(world: World, modules: Sequence[RowTable | BagTable], *, be
 
     Raises:
         RankMismatchError: On all ranks, if they differ.
+        UnisonoError: A table is divided already.
     """
     own = []
     for module in modules:
         assert module.rows is not None
+        if module.rows.owners is not None:
+            raise UnisonoError(
+                f"table {module.name!r} is divided over ranks already, by a Trainer or by share_tables, whose part of "
+                "the rows each rank has: make another one"
+            )
         which = _present(module.rows, len(module.weight))
         found = {"which": which, "rows": module.weight.detach()[which]}
         if isinstance(module.rows, RowMap):
@@ -58,60 +64,68 @@ def check_equal_rows(world: World, modules: Sequence[RowTable | BagTable], *, be
 
 @torch.no_grad()
 def divide_rows(
-    world: World, module: RowTable | BagTable, optimizers: Iterable[Optimizer], *, shift: int = 0
-) -> DividedTable:
-    """Leave to this rank the rows of a table that it keeps, and those of the state of its optimizer. Local.
+    world: World, modules: Iterable[RowTable | BagTable], optimizers: Iterable[Optimizer], *, shift: int = 0
+) -> list[DividedTable]:
+    """Leave to this rank the rows of tables that it keeps, and those of the state of their optimizers.
+
+    Every rank must call it, or alone one that takes the place of another.
 
     Args:
         world: The ranks.
-        module: The table.
-        optimizers: The optimizers, one of which may have it.
+        modules: The tables.
+        optimizers: The optimizers, some of which may have them.
         shift: See `RowOwners`.
-    """
-    weight, rows, file = module.weight, module.rows, module.file
-    assert rows is not None
-    row_nbytes = weight.shape[1] * weight.element_size()
-    there = _present(rows, len(weight))
-    owners = rows.owners = RowOwners(
-        len(weight), row_nbytes, rank=world.rank, ranks=world.size, shift=shift, in_file=file is not None
-    )
-    kept = there[owners.keep(there)]
-    if file is not None:
-        file.divide(owners.kept_ranges())
-
-    def part(tensor: Tensor, in_file: Tensor | None) -> Tensor:
-        made = zero_memory(tensor.shape, tensor.dtype, small_pages=True) if in_file is None else in_file
-        return made.index_copy_(0, kept, tensor.detach()[kept])
-
-    weight.data = part(weight, None if file is None else file.weight)
-    if isinstance(rows, LazyRows):
-        rows.written.zero_()
-        rows.written[kept] = 1
-    for optimizer in optimizers:
-        if isinstance(optimizer, TableOptimizer) and (state := optimizer.state.get(weight)):
-            in_file = {} if file is None else file.reserved_state()
-            rowed = {k: v for k, v in state.items() if isinstance(v, Tensor) and len(v) == len(weight)}
-            state.update({k: part(v, in_file.get(k)) for k, v in rowed.items()})
-    padding = module.padding_idx if isinstance(module, RowTable) else None
-    return DividedTable(module.name, weight, rows, owners, padding, file)
-
-
-def reserve_files(world: World, tables: Iterable[DividedTable]) -> None:
-    """Make sure that disks have room for the rows of this rank. Every rank must call it, or a new one alone.
 
     Raises:
-        UnisonoError: On all ranks, if one has no room.
+        UnisonoError: On all ranks, if a disk has no room for the files of a rank.
     """
+    optimizers, parts = [*optimizers], []
+    for module in modules:
+        weight, rows = module.weight, module.rows
+        assert rows is not None
+        there = _present(rows, len(weight))
+        row_nbytes, in_file = weight.shape[1] * weight.element_size(), module.file is not None
+        rows.owners = RowOwners(
+            len(weight), row_nbytes, rank=world.rank, ranks=world.size, shift=shift, in_file=in_file
+        )
+        parts.append((module, rows, rows.owners, there[rows.owners.keep(there)]))
+    _divide_files(world, parts)
+    tables = []
+    for module, rows, owners, kept in parts:
+        weight, file = module.weight, module.file
+        weight.data = _part(weight, kept, None if file is None else file.weight)
+        if isinstance(rows, LazyRows):
+            rows.written.zero_()
+            rows.written[kept] = 1
+        for optimizer in optimizers:
+            if isinstance(optimizer, TableOptimizer) and (state := optimizer.state.get(weight)):
+                places = {} if file is None else file.reserved_state()
+                rowed = {k: v for k, v in state.items() if isinstance(v, Tensor) and len(v) == len(weight)}
+                state.update({key: _part(value, kept, places.get(key)) for key, value in rowed.items()})
+        padding = module.padding_idx if isinstance(module, RowTable) else None
+        tables.append(DividedTable(module.name, weight, rows, owners, padding, file))
+    return tables
+
+
+def _divide_files(world: World, parts: Sequence[tuple[RowTable | BagTable, LocatedRows, RowOwners, Tensor]]) -> None:
+    """Let this rank have files of its own, for its part of tables, and make sure that disks have room for them."""
     failure = None
     try:
-        for table in tables:
-            if table.file is not None:
-                table.file.reserve()
+        for module, _, owners, _ in parts:
+            if module.file is not None:
+                module.file.divide(owners.kept_ranges())
+                module.file.reserve()
     except UnisonoError as error:
         failure = f"rank {world.rank}: {error}"
-    failures = [each for each in world.gather(failure, "reserving the files of tables") if each is not None]
+    failures = [each for each in world.gather(failure, "dividing the files of tables") if each is not None]
     if failures:
         raise UnisonoError(failures[0])
+
+
+def _part(tensor: Tensor, kept: Tensor, place: Tensor | None) -> Tensor:
+    """Return memory for a tensor in which some rows have their values: `place`, if there is one, and all are zeros."""
+    made = zero_memory(tensor.shape, tensor.dtype, small_pages=True) if place is None else place
+    return made.index_copy_(0, kept, tensor.detach()[kept])
 
 
 def _present(rows: LocatedRows, length: int) -> Tensor:

@@ -17,6 +17,7 @@ from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.row_owners import RowOwners
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
+from unisono.embedding.zero_memory import zero_memory
 from unisono.errors import CheckpointError
 from unisono.text import a_type, name_ranks
 
@@ -72,7 +73,7 @@ class RowLoading:
     """Restores tables from the parts of all ranks, one after the other.
 
     Where ranks share the memory of rows, all write the same values, so it does not matter when. Memory: the state of
-    the optimizer of the rows that this rank keeps, or of all where ranks share them, a part, and a byte for each row.
+    the optimizer of the rows that this rank keeps, or of all where ranks share them, and a part.
 
     Args:
         modules: The tables.
@@ -150,7 +151,7 @@ class RowLoading:
     def _begin(self) -> None:
         """Note which rows have values, and drop the state of the optimizer."""
         for name, module in self._modules.items():
-            self._stale[name] = torch.zeros(len(module.weight), dtype=torch.bool)
+            self._stale[name] = zero_memory([len(module.weight)], torch.bool)
             for rows in _present(module):
                 self._stale[name][rows] = True
             if isinstance(module.rows, LazyRows):

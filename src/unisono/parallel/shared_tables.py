@@ -24,7 +24,7 @@ from unisono.embedding.tables import Tables, tables_in
 from unisono.engine import EngineFactory, EngineKind, files_of, select_engines, share_files
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.description import check_equal_documents, describe_groups, describe_row_updates, plain
-from unisono.engine.divided_rows import check_equal_rows, divide_rows, reserve_files
+from unisono.engine.divided_rows import check_equal_rows, divide_rows
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.row_exchange import RowExchange
 from unisono.engine.rowed_tensors import NamedTensors
@@ -268,8 +268,7 @@ class SharedTables:
         for module in modules:
             self._take_first_seed(module)
         check_equal_rows(world, modules, before="share_tables")
-        divided = [divide_rows(world, module, [self._optimizer]) for module in modules]
-        reserve_files(world, divided)
+        divided = divide_rows(world, modules, [self._optimizer])
         self._exchange = factory.exchange = RowExchange(world, divided, joint=True)
         self._exchange.connect()
         NamedTensors(world, {"": tables}, {"": self._optimizer}, divided)

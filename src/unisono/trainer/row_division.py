@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from unisono.collectives.world import World
 from unisono.embedding.tables import tables_in
 from unisono.engine import EngineFactory
-from unisono.engine.divided_rows import check_equal_rows, divide_rows, reserve_files
+from unisono.engine.divided_rows import check_equal_rows, divide_rows
 from unisono.engine.row_exchange import RowExchange
 from unisono.job.ranks import node_rank
 from unisono.trainer.divided_tables import DividedTables
@@ -80,8 +80,7 @@ def divide_tables(
         shift = _shift(world) if found[0].keeps_twice else 0
     else:
         shift = position.shift
-    tables = [divide_rows(world, module, optimizers.values(), shift=shift) for module in found]
-    reserve_files(world, tables)
+    tables = divide_rows(world, found, optimizers.values(), shift=shift)
     exchange = RowExchange(world, tables)
     if position is None:
         exchange.connect()

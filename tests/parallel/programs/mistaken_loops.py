@@ -55,6 +55,7 @@ def mistakes():
     of_users = share_tables(user, engine="collective")
     told(lambda: of_users.load_state_dict(parts))
     of_users.load_state_dict(unisono.comm.all_gather(fresh_part()))
+    told(lambda: share_tables(tables, engine="collective"))
     told(tables.state_dict)
     told(tables.step)
     if rank:
