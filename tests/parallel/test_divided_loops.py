@@ -76,6 +76,8 @@ def test_mistakes_are_told(fork_ranks):
         "CheckpointError: the parts have table 'item' with shape [50000, 8], and the loop one with [60000, 8]",
         "CheckpointError: the parts have the tables ['item'], and the loop ['user']",
         "UnisonoError: table 'item' is divided over ranks already, by a Trainer or by share_tables",
+        "of the rows that are looked up have not come, as shared.fetch has not got their ids",
+        "ValueError: what fetch gets has ids of table 'items', which there is none: did you mean 'item'?",
         "UnisonoError: table 'item' is divided over ranks, so no state_dict has its rows",
         "ValueError: Tables.step updates the rows of this process, and these tables are divided over ranks",
         "RankMismatchError: ranks differ: lr of parameter group 0 is 0.1 on rank 0 and 0.5 on rank 1",

@@ -66,6 +66,13 @@ def test_ranks_write_the_rows_that_have_changed(fork_ranks, fork_python, kind, t
     assert [digests_of(job, least=n) for n, job in jobs] == expected
 
 
+def test_rows_come_in_one_round_where_lookups_are_named(fork_ranks, fork_python, kind, tmp_path):
+    expected = digests(fork_python(PROGRAM, f"{kind}ahead", tmp_path), least=1)
+    assert digests_of(fork_ranks(3, PROGRAM, f"{kind}ahead", tmp_path), least=1) == expected
+    files = {"FILES": str(tmp_path)}
+    assert digests_of(fork_ranks(2, PROGRAM, f"{kind}ahead", tmp_path, variables=files), least=1) == expected
+
+
 def test_traffic_grows_with_the_ids_of_a_step_alone(fork_ranks):
     fork_ranks(2, PROGRAM, "traffic")
 

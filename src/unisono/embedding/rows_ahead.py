@@ -94,21 +94,28 @@ class RowsAhead:
             self._latest = _PageReader(self._wanted, latest)
             self._latest.start()
 
+    def named(self, lookups: Mapping[str, Tensor], *, source: str) -> list[tuple[RowTable | BagTable, Tensor]]:
+        """Return tables and their ids, [n], int64. For arguments and errors see `begin`."""
+        if not isinstance(lookups, Mapping):
+            raise TypeError(f'{source} is {a_type(lookups)}; give ids by the name of the table, as {{"item": ids}}')
+        found = []
+        for name, ids in lookups.items():
+            table = self._table(name, source)
+            check_ids(name, ids, rows=table.table.rows)
+            found.append((table, ids.detach().reshape(-1).to(torch.int64)))
+        return found
+
     def end(self) -> None:
         """Wait until nothing is read any more."""
         if self._latest is not None and self._latest is not current_thread():  # which may collect garbage
             self._latest.join()
 
     def _parts(self, lookups: Mapping[str, Tensor], source: str) -> list[_RowsInFile]:
-        if not isinstance(lookups, Mapping):
-            raise TypeError(f'{source} is {a_type(lookups)}; give ids by the name of the table, as {{"item": ids}}')
         parts = []
-        for name, ids in lookups.items():
-            table = self._table(name, source)
-            check_ids(name, ids, rows=table.table.rows)
+        for table, ids in self.named(lookups, source=source):
             if table.file is None or table.rows is None:
                 continue
-            rows = table.rows.find(ids.detach().reshape(-1).to(torch.int64))
+            rows = table.rows.find(ids)
             file = table.file
             stores = [
                 (tensor.data_ptr(), tensor[:1].numel() * tensor.element_size())

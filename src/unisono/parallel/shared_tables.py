@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from unisono.arguments import choice
 from unisono.collectives.construction import construct_on_all
@@ -19,6 +20,7 @@ from unisono.collectives.group import known_group
 from unisono.collectives.world import World
 from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.row_map import RowMap
+from unisono.embedding.rows_ahead import RowsAhead
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.tables import Tables, tables_in
 from unisono.engine import EngineFactory, EngineKind, files_of, select_engines, share_files
@@ -26,7 +28,7 @@ from unisono.engine.base import Preparation, Trained
 from unisono.engine.description import check_equal_documents, describe_groups, describe_row_updates, plain
 from unisono.engine.divided_rows import check_equal_rows, divide_rows
 from unisono.engine.model_contents import parameter_names
-from unisono.engine.row_exchange import RowExchange
+from unisono.engine.row_exchange import RowExchange, by_table
 from unisono.engine.rowed_tensors import NamedTensors
 from unisono.engine.step_fingerprint import StepFingerprint, intent_of_call
 from unisono.engine.step_transaction import StepTransaction
@@ -100,7 +102,7 @@ class SharedTables:
                     "tables with divided=True, with which each rank keeps a part of the rows"
                 )
         self._comparison, self._engine = factory.comparison, factory.engine(optimizer)
-        self._transaction = StepTransaction()
+        self._transaction, self._rows = StepTransaction(), RowsAhead(self._modules)
         self._fingerprint = StepFingerprint({"": optimizer}, {"": tables}, call="shared.step")
         self.steps = 0
         """The number of steps made, by earlier runs too, whose state was loaded."""
@@ -147,6 +149,25 @@ class SharedTables:
         step.close()
         self.steps += 1
         self._begin()
+
+    def fetch(self, lookups: Mapping[str, Tensor]) -> None:
+        """Bring the rows that this step will look up, of all tables in one exchange. Every rank must call it.
+
+        Without it, each lookup is an exchange of all ranks where rows are divided. Until `step`, lookups send nothing
+        then, so ranks may make them differently often, and other ids cannot be looked up. Call it again for the next
+        micro-batch of the same step. Where ranks have one copy, it only checks its argument.
+
+        Args:
+            lookups: The ids by the name of the table, of any shape and order; some may not be looked up.
+
+        Raises:
+            TypeError, ValueError, IndexError: See `Tables.prefetch`.
+            PeerError: Another rank has died or does not come.
+        """
+        self._check_loaded()
+        named = self._rows.named(lookups, source="what fetch gets")
+        if self._exchange is not None:
+            self._exchange.fetch(by_table(self._exchange, named))
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -1,12 +1,14 @@
-"""The batches of an epoch, each dealt after the rows that the next one looks up have been asked for.
+"""The batches of an epoch whose lookups are known before they are made.
 
-So a batch is read one step before it is dealt. The place of the run counts dealt batches, so nothing else changes: an
-error, in reading it or in the user's function, is raised when the loop asks for the batch.
+Where tables are in files, a batch is dealt after the rows that the next one looks up have been asked for: so it is read
+one step before. The place of the run counts dealt batches, so nothing else changes: an error, in reading it or in the
+user's function, is raised when the loop asks for the batch. Where rows are divided over ranks, those of a step come in
+one exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,53 +17,73 @@ from unisono.arguments import function
 from unisono.data.batch import Batch
 from unisono.embedding.rows_ahead import RowsAhead
 from unisono.embedding.tables import tables_in
+from unisono.engine.row_exchange import RowExchange, by_table
 
 __all__ = ["BatchesAhead", "Lookups"]
 
+_SOURCE = "what lookups returned"
 Lookups = Callable[[Any], Mapping[str, Tensor]]
 """Returns the ids that a micro-batch will look up, by the name of the table."""
 
 
 class BatchesAhead:
-    """Reads rows for the batch after the present one.
+    """Reads rows for the batch after the present one, and says what this one looks up.
 
     Args:
         lookups: The user's function.
         modules: The models.
+        exchange: Brings rows of tables that are divided over ranks; None without such tables.
 
     Raises:
         TypeError: It is no function.
         ValueError: The models have no tables.
     """
 
-    def __init__(self, lookups: Lookups, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, lookups: Lookups, modules: Mapping[str, nn.Module], *, exchange: RowExchange | None = None
+    ) -> None:
         function("lookups", lookups, meant='give a function of a micro-batch, as lambda batch: {"item": batch[0]}')
         tables = tables_in(modules.values()).values()
         if not tables:
             raise ValueError("lookups= is for models with tables of unisono.embedding, and this one has none")
-        self._lookups, self._rows = lookups, RowsAhead(tables)
+        self._lookups, self._rows, self._exchange = lookups, RowsAhead(tables), exchange
 
     def deal(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
-        """Yield batches, each after the next one is read and its rows are asked for."""
+        """Yield batches; where tables are in files, each after the next one is read and its rows are asked for."""
         if not self._rows.has_files:
-            yield from batches
+            for batch in batches:
+                if self._exchange is not None:
+                    self._announce(self._lookups_of(batch))
+                yield batch
             return
         try:
             ahead = self._next(batches)
             while ahead is not None:
                 if isinstance(ahead, Exception):
                     raise ahead
-                batch, ahead = ahead, self._next(batches)
+                (batch, lookups), ahead = ahead, self._next(batches)
+                self._announce(lookups)
                 yield batch
         finally:
             self._rows.end()
 
-    def _next(self, batches: Iterator[Batch]) -> Batch | Exception | None:
-        """Return the next batch, None after the last one, or what reading it has raised."""
+    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, list[Mapping[str, Tensor]]] | Exception | None:
+        """Return the next batch with its lookups, None after the last one, or what reading it has raised."""
         try:
             batch = next(batches, None)
-            if batch is not None:
-                self._rows.begin([self._lookups(each) for each in batch.micro_batches], source="what lookups returned")
+            if batch is None:
+                return None
+            lookups = self._lookups_of(batch)
+            self._rows.begin(lookups, source=_SOURCE)
         except Exception as error:  # of the user's dataset or function: it is raised when the loop asks for the batch
             return error
-        return batch
+        return batch, lookups
+
+    def _lookups_of(self, batch: Batch) -> list[Mapping[str, Tensor]]:
+        return [self._lookups(each) for each in batch.micro_batches]
+
+    def _announce(self, lookups: Sequence[Mapping[str, Tensor]]) -> None:
+        """Let the rows that the step looks up come in one exchange."""
+        if self._exchange is not None:
+            named = [each for of_one in lookups for each in self._rows.named(of_one, source=_SOURCE)]
+            self._exchange.announce(by_table(self._exchange, named))

@@ -273,9 +273,10 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             sharded: Read a shard of an iterable dataset for each virtual rank, by its method shard(num_shards, index),
                 instead of all of it on each rank. The epoch ends where a shard has no sample left for the next batch.
                 Up to 16 batches are read ahead.
-            lookups: Called with each micro-batch one step before its own; returns the ids that the step will look up,
-                by the name of the table. Rows of tables with `directory=` are then read while another step computes.
-                No value depends on it. It is not called if there is no such table.
+            lookups: Called with each micro-batch before its step; returns the ids that the step will look up, by the
+                name of the table. Rows of tables with `directory=` are then read while another step computes, and those
+                of tables that are divided over ranks come in one exchange. No value depends on it. It is not called if
+                there is no such table.
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
@@ -316,7 +317,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             "drop_last": drop_last,
         }
         call = f"trainer.batches(){kind}"
-        ahead = None if lookups is None else BatchesAhead(lookups, self._modules)
+        ahead = None if lookups is None else BatchesAhead(lookups, self._modules, exchange=self._run.exchange)
 
         def begin() -> EpochBatches:
             self._compare(call)

@@ -56,6 +56,11 @@ def mistakes():
     told(lambda: of_users.load_state_dict(parts))
     of_users.load_state_dict(unisono.comm.all_gather(fresh_part()))
     told(lambda: share_tables(tables, engine="collective"))
+    shared.fetch({"item": torch.arange(10)})
+    tables["item"](torch.arange(10).view(1, -1))
+    told(lambda: tables["item"](torch.arange(20_000).view(1, -1)))
+    shared.step()
+    told(lambda: shared.fetch({"items": torch.arange(10)}))
     told(tables.state_dict)
     told(tables.step)
     if rank:

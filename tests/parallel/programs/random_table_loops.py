@@ -42,13 +42,21 @@ def settings(draw):
     return common
 
 
+def ids_for(table, draw):
+    """A few ids, or none."""
+    ids = (torch.rand(draw.choice([0, 1, 5, 40]), 3, generator=generator) ** 2 * (table.rows or 500)).long()
+    return ids * 0x9E3779B97F4A7C1 - 77 if table.rows is None else ids.int() if draw.random() < 0.3 else ids
+
+
+def loss_of(table, ids):
+    found = table(ids).double()
+    scaled = found * torch.arange(1, table.table.dim + 1)
+    return found.square().sum() if table.table.pooling is None else scaled.sum()
+
+
 def look_up(table, draw):
     """A loss of one lookup of a few ids, or of none."""
-    of_table = table.table
-    ids = (torch.rand(draw.choice([0, 1, 5, 40]), 3, generator=generator) ** 2 * (of_table.rows or 500)).long()
-    ids = ids * 0x9E3779B97F4A7C1 - 77 if of_table.rows is None else ids.int() if draw.random() < 0.3 else ids
-    found = table(ids).double()
-    return found.square().sum() if of_table.pooling is None else (found * torch.arange(1, of_table.dim + 1)).sum()
+    return loss_of(table, ids_for(table.table, draw))
 
 
 draw = random.Random(seed)
@@ -64,7 +72,17 @@ for step in range(first, last):
     generator = torch.Generator().manual_seed(own.randint(0, 10**6))
     # Nothing else makes ranks wait here, so they need not look up equally often.
     count = of_all.randint(0, 4) if of_all.random() < 0.5 else own.randint(0, 5)
-    losses = [look_up(own.choice(modules), own) for _ in range(count)]
+    if of_all.random() < 0.3:  # lookups are then no exchanges, so ranks make them as often as they like
+        count = own.randint(0, 5)
+        choices = [own.choice([*tables]) for _ in range(count)]
+        ids_of = {}
+        drawn = [(name, ids_for(tables[name].table, own)) for name in choices]
+        for name, ids in drawn:
+            ids_of[name] = torch.cat([ids_of.get(name, ids[:0].view(-1)), ids.reshape(-1)])
+        shared.fetch(ids_of)
+        losses = [loss_of(tables[name], ids) for name, ids in drawn]
+    else:
+        losses = [look_up(own.choice(modules), own) for _ in range(count)]
     if losses:
         sum(losses).backward()
     shared.step()

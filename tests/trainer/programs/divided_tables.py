@@ -252,6 +252,35 @@ def traffic():
     return {}
 
 
+def ahead():
+    """Rows of all lookups of a step come in one round if their ids are named; values do not depend on it."""
+
+    def named(batch):
+        x = batch[0]
+        bags = (x[:, 3:] % 400) * (x[:, 3:] % 3 == 0)
+        return {"bags": bags * FACTOR, "rare": x[:, 0] % 2 * FACTOR, "words": x[:, :3] * FACTOR}
+
+    def named_in_part(batch):
+        return {"bags": named(batch)["bags"][:1], "words": batch[0] * 0 + 7}
+
+    digests = []
+    for lookups in (named, named_in_part):
+        trainer = make(Adam(lr=0.1))
+        exchange, rounds, of_steps = trainer._run.exchange, [], []
+        if exchange is not None:
+            exchange._round = lambda wanted, run=exchange._round, rounds=rounds: rounds.append(wanted) or run(wanted)
+        for batch in trainer.batches(data(), batch_size=20, lookups=lookups):
+            before = len(rounds)
+            trainer.step(loss, batch)
+            of_steps.append(len(rounds) - before)
+            trainer.evaluate(loss, data())
+        digests.append(trainer.digest())
+        if exchange is not None:  # one for the rows, and one in which all hear that all are through
+            assert max(of_steps) <= 2 if lookups is named else DYNAMIC or min(of_steps) > 2, of_steps
+    assert digests[0] == digests[1]
+    return {"ahead": digests[0]}
+
+
 def fails():
     """The loss function of one rank fails, while others still look rows up."""
     trainer = make(SGD(lr=0.1))
@@ -312,6 +341,7 @@ KINDS = {
     "saved": saved,
     "changes": changes,
     "traffic": traffic,
+    "ahead": ahead,
     "fails": fails,
     "killed": killed,
 }
