@@ -69,7 +69,7 @@ class DividedTable(NamedTuple):
         return source.index_select(0, places)
 
 
-class _Wanted(NamedTuple):
+class _RowRequest(NamedTuple):
     """Different rows of a table that other ranks have."""
 
     number: int
@@ -267,7 +267,7 @@ class RowExchange:
                 self._fetched[number] = fetched = FetchedRows(table.weight)
                 missing = torch.arange(len(rows))
             wanted = rows[missing]
-            _, (came,) = self._round([_Wanted(number, wanted, owners[missing])])
+            _, (came,) = self._round([_RowRequest(number, wanted, owners[missing])])
             fetched.add(wanted, came)
             places = fetched.places(rows)
         elif self._is_round:
@@ -284,12 +284,12 @@ class RowExchange:
             is_here = table.owners.kept_by(self._world.rank, owners) | (self._fetched[number].places(rows) >= 0)
             missing = (is_here | (rows < 0)).logical_not_().nonzero().view(-1)
             if len(missing):
-                found.append(_Wanted(number, rows[missing], owners[missing]))
+                found.append(_RowRequest(number, rows[missing], owners[missing]))
         if found or self._is_round:
             for wanted, values in zip(found, self._round(found)[1], strict=True):
                 self._fetched[wanted.number].add(wanted.rows, values)
 
-    def _round(self, wanted: Sequence[_Wanted]) -> tuple[bool, list[Tensor]]:
+    def _round(self, wanted: Sequence[_RowRequest]) -> tuple[bool, list[Tensor]]:
         """Ask other ranks for rows, by the number of the table, or for nothing, and answer them.
 
         Returns:
@@ -304,7 +304,7 @@ class RowExchange:
         self._is_broken = False
         return result
 
-    def _exchanged(self, wanted: Sequence[_Wanted]) -> tuple[bool, list[Tensor]]:
+    def _exchanged(self, wanted: Sequence[_RowRequest]) -> tuple[bool, list[Tensor]]:
         size = self._world.size
         number = _NOTHING if not wanted else wanted[0].number if len(wanted) == 1 else _SEVERAL
         orders = [torch.argsort(each.owners, stable=True) for each in wanted]
