@@ -15,12 +15,12 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from unisono.errors import CheckpointError
-from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.carried import Carried
 from unisono.trainer.hyperparameters import Hyperparameters, SettingsReader, is_scheduler
 from unisono.trainer.save_rule import Place
 from unisono.trainer.snapshot import capture, facts_of
+from unisono.trainer.trainer_parts import TrainerParts
 from unisono.watch import EventLog
 
 __all__ = ["AskedState"]

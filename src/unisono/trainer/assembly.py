@@ -1,4 +1,4 @@
-"""The parts of a Trainer and their construction: ranks, engine, steps, and the state of a run that is resumed.
+"""The construction of the parts of a Trainer: ranks, engine, steps, and the state of a run that is resumed.
 
 Nothing here is called after the start of a run. Start reading at `assemble`.
 """
@@ -6,24 +6,15 @@ Nothing here is called after the start of a run. Start reading at `assemble`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
 
 from unisono.collectives.world import World
 from unisono.embedding.tables import tables_in
-from unisono.engine import (
-    BufferTransaction,
-    EngineFactory,
-    StepDescription,
-    WeightWrites,
-    share_files,
-)
+from unisono.engine import BufferTransaction, EngineFactory, share_files
 from unisono.engine.description import (
     check_equal_documents,
     describe_models,
@@ -46,7 +37,6 @@ from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.cutting import built_tensors, check_built, check_cut_optimizers, cut_model, divide_model
 from unisono.trainer.divided_table_state import DividedTableState
-from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models, check_placed
@@ -76,68 +66,20 @@ from unisono.trainer.stage_commits import StageCommits
 from unisono.trainer.stage_gathering import StageGathering
 from unisono.trainer.stage_state import StageState
 from unisono.trainer.staged_state import StagedState
-from unisono.trainer.step import StepRunner
 from unisono.trainer.step_clock import StepClock
-from unisono.trainer.step_runners import Engines, engines_of_layout, engines_of_run, make_runners
+from unisono.trainer.step_runners import engines_of_layout, engines_of_run, make_runners
 from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, tensors_in_files, with_tables
 from unisono.trainer.table_restoration import restore_tables
+from unisono.trainer.trainer_parts import Gathering, TrainedModels, TrainerParts
 from unisono.trainer.worker_gathering import SYNC_GROUP, WorkerGathering, owner_of
 
-__all__ = ["Gathering", "TrainedModels", "TrainerParts", "assemble"]
-
-TrainedModels = nn.Module | Mapping[str, nn.Module]
-Gathering = StageGathering | ShardGathering | WorkerGathering | DividedTables
+__all__ = ["assemble"]
 
 _NO_OTHER_PART = "with Pipeline(zero=1), the part of the optimizer's state of a rank that dies is nowhere else"
 _NO_COPIES = (
     "a model that is cut over ranks dies with the rank that has a part of it, unless all ranks are on one host and "
     "compute on CPUs: then they keep the parts for each other in shared memory"
 )
-
-
-@dataclass(kw_only=True, slots=True)
-class TrainerParts:
-    """The parts of a Trainer."""
-
-    run: RunContext
-    settings: TrainerSettings
-    recovery: Recovery
-    state: RecoverableState
-    """Objects that depend on the present ranks."""
-    carried: CarriedStates
-    cut: CutModel | DividedModel | None
-    """The model, if it is cut or divided over ranks."""
-    gathering: Gathering | None
-    """Brings its parts, or the state of workers, together."""
-    keeper: Checkpointing
-    modules: dict[str, nn.Module]
-    runners: dict[str | None, StepRunner]
-    """By the name of the optimizer; None: that of all, where there are several."""
-    schedulers: dict[str, LRScheduler]
-    averages: dict[str, AveragedModel]
-    divided_average: DividedAverage | None
-    """The average, if it is divided over ranks."""
-    subjects: Subjects
-    cursor: Cursor
-    history: EvaluationHistory
-    source: str | None
-    """Path of the checkpoint that the run continues from; None: there is none."""
-    warnings: list[str]
-    """Sentences for the user about the directory and its checkpoint."""
-
-    @property
-    def engines(self) -> Engines:
-        """Makes engines for the ranks that there are now."""
-        return self.state.engines
-
-    def compare(self, intent: StepDescription) -> None:
-        """Check that all ranks are about to do the same. Every rank must call it."""
-        self.engines.comparison.compare(intent)
-
-    @property
-    def weights(self) -> WeightWrites:
-        """Writes values into the models between steps."""
-        return self.engines.weights
 
 
 def assemble(  # noqa: PLR0912, PLR0915  one thing after the other

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 from unisono.data.loader_workers import warn_on_stderr
-from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.provenance import describe_settings
 from unisono.trainer.run_context import RunContext
+from unisono.trainer.trainer_parts import TrainerParts
 from unisono.watch import Event, EventLog, Progress
 from unisono.watch.event_kinds import RunFields
 from unisono.watch.origin import describe_machine, git_state, program_arguments

@@ -15,7 +15,7 @@ import weakref
 from types import CodeType, FrameType
 
 from unisono.program_end import ending
-from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.trainer_parts import TrainerParts
 from unisono.watch import EventLog
 
 __all__ = ["FailureRecord"]

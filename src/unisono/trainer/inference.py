@@ -18,7 +18,6 @@ from unisono.embedding.tables import settle
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.divided_model import DividedModel
-from unisono.trainer.assembly import TrainedModels, TrainerParts
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.evaluation import evaluate, tell
 from unisono.trainer.loader_cache import Loader, LoaderCache
@@ -29,6 +28,7 @@ from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Cursor, Subjects
 from unisono.trainer.step import Loss
+from unisono.trainer.trainer_parts import TrainedModels, TrainerParts
 from unisono.watch import EventLog
 
 __all__ = ["Inference"]

@@ -17,7 +17,6 @@ from unisono.data.joined_loader import JoinedLoader
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.shard_loader import ShardLoader
 from unisono.errors import UnisonoError
-from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.batches_ahead import BatchesAhead
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
@@ -33,6 +32,7 @@ from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_events import StepEvents
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.table_statistics import TableStatistics
+from unisono.trainer.trainer_parts import TrainerParts
 from unisono.watch import EventLog
 
 __all__ = ["Loop"]

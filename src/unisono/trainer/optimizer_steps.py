@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from unisono.parallel.pipeline.cut_model import CutModel
-from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.averages import update_average
+from unisono.trainer.trainer_parts import TrainerParts
 
 __all__ = ["OptimizerSteps"]
 

@@ -13,7 +13,6 @@ from unisono.engine.consistency import NoConsistencyCheck
 from unisono.job.current import active_job
 from unisono.recovery_link import Membership
 from unisono.state.tensor_groups import TensorGroups, broadcast_groups
-from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.call_log import CallLog
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.event_log import announce_to_listeners
@@ -23,6 +22,7 @@ from unisono.trainer.loop import Loop
 from unisono.trainer.rank_positions import Position
 from unisono.trainer.snapshot import Cursor, facts_of
 from unisono.trainer.table_optimizers import tensors_in_files
+from unisono.trainer.trainer_parts import TrainerParts
 from unisono.watch import EventLog
 
 __all__ = ["RecoverableRun"]

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 
-from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.state_digests import digest_at_end
+from unisono.trainer.trainer_parts import TrainerParts
 from unisono.watch import EventLog
 from unisono.watch.event_kinds import EndFields
 

@@ -13,11 +13,11 @@ from functools import partial
 
 from unisono.engine.step_fingerprint import intent_of_call
 from unisono.trainer.asked_state import AskedState
-from unisono.trainer.assembly import Gathering, TrainerParts
 from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.save_rule import Place
 from unisono.trainer.stop_signals import StopSignals, ignore_at_end
+from unisono.trainer.trainer_parts import Gathering, TrainerParts
 from unisono.watch import EventLog
 
 __all__ = ["SavePoints"]

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from unisono.embedding.tables import settle
 from unisono.errors import CheckpointError
 from unisono.state.digest import digest, exact, memory
-from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.snapshot import model_tensors, optimizer_state
+from unisono.trainer.trainer_parts import TrainerParts
 from unisono.watch import EventLog
 
 __all__ = ["RegularDigests", "digest_at_end", "digest_of"]

@@ -19,13 +19,13 @@ from unisono.job.user_function import refuse_inside
 from unisono.state.policy import check_tag
 from unisono.state.weight_files import SUFFIXES, write_weights
 from unisono.text import a_type
-from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.divided_tables import DividedTables
 from unisono.trainer.evaluation_history import evaluations_since_improvement
 from unisono.trainer.loop import Loop
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.shard_gathering import ShardGathering
 from unisono.trainer.snapshot import extra_state, model_tensors
+from unisono.trainer.trainer_parts import TrainerParts
 from unisono.trainer.weight_loading import LoadedWeights, Source, load_weights, read_source
 from unisono.watch import EventLog
 

@@ -32,7 +32,7 @@ from unisono.parallel.sharding import Shard
 from unisono.rank_zero.image_folder import ImageFolder
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
-from unisono.trainer.assembly import TrainedModels, assemble
+from unisono.trainer.assembly import assemble
 from unisono.trainer.batches_ahead import BatchesAhead, Lookups
 from unisono.trainer.by_virtual_rank import ByVirtualRank
 from unisono.trainer.epoch_batches import EpochBatches
@@ -51,6 +51,7 @@ from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_gradients import PLAIN_STEP
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.storage import Storage
+from unisono.trainer.trainer_parts import TrainedModels
 from unisono.trainer.virtual_rank_calls import VirtualRankCalls
 from unisono.watch import Event
 from unisono.watch.event_kinds import PipelineFields
