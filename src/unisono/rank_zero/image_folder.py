@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unisono.rank_zero.image import Image, reduced
 from unisono.rank_zero.png import encode_png
-from unisono.watch.event_kinds import ImageFields
+from unisono.watch.loop_fields import ImageFields
 
 __all__ = ["ImageFolder"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.rank_zero.image import Image
 from unisono.rank_zero.image_folder import ImageFolder
 from unisono.text import a_type
-from unisono.watch.event_kinds import ImageFields, LoggedFields
+from unisono.watch.loop_fields import ImageFields, LoggedFields
 
 __all__ = ["Loggable", "check_values", "read_values"]
 

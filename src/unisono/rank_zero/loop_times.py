@@ -13,7 +13,7 @@ import torch
 from unisono.activity import loaded, waited
 
 if TYPE_CHECKING:
-    from unisono.watch.event_kinds import StepParts, TimesFields
+    from unisono.watch.loop_fields import StepParts, TimesFields
 
 __all__ = ["LoopTimes"]
 

@@ -16,7 +16,7 @@ from unisono.trainer.snapshot import Cursor
 from unisono.trainer.step import Loss
 from unisono.trainer.value_sums import ValueSums
 from unisono.watch import EventLog
-from unisono.watch.event_kinds import LoggedFields
+from unisono.watch.loop_fields import LoggedFields
 
 __all__ = ["evaluate", "tell", "tell_values"]
 

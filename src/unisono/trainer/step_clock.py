@@ -15,7 +15,7 @@ import torch
 from unisono.activity import waited
 from unisono.collectives.world import World
 from unisono.watch import EventLog
-from unisono.watch.event_kinds import StepParts
+from unisono.watch.loop_fields import StepParts
 
 __all__ = ["MeasuringSchedule", "StepClock"]
 

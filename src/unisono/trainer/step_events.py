@@ -11,7 +11,7 @@ from unisono.data.batch import Batch
 from unisono.machine import resident_bytes
 from unisono.trainer.step_result import StepResult
 from unisono.watch import EventLog
-from unisono.watch.event_kinds import OtherStepFields
+from unisono.watch.loop_fields import OtherStepFields
 
 __all__ = ["StepEvents"]
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.watch import EventLog
-from unisono.watch.event_kinds import TableFigures
+from unisono.watch.loop_fields import TableFigures
 
 __all__ = ["TableStatistics"]
 

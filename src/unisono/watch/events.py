@@ -1,9 +1,9 @@
 """The log that writes the events of a run, one JSON object per line, and its reader.
 
 An event is a flat dict: the time (`time`, Unix seconds), the kind (`event`, one of `Kind`), and that kind's fields
-(see `event_kinds`). They are appended to a file in the order of their times, so a killed process leaves whole lines and
-at most one incomplete last one. Events of fast steps are written together (`held_events`). Only one rank has a log with
-sinks; on the others `EventLog()` does nothing. Losing a log never ends a run: see `EventLog`.
+(see `event_kinds` and `loop_fields`). They are appended to a file in the order of their times, so a killed process
+leaves whole lines and at most one incomplete last one. Events of fast steps are written together (`held_events`). Only
+one rank has a log with sinks; on the others `EventLog()` does nothing. Losing a log never ends a run: see `EventLog`.
 """
 
 from __future__ import annotations
@@ -21,28 +21,30 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from unisono.watch.continuation import MOST_MISSING, SHARED, content_of, last_shared, missing_of, recent_of
 from unisono.watch.event_kinds import (
     CheckpointFields,
-    DigestFields,
     EndFields,
-    EpochFields,
-    EvaluationFields,
     Event,
     FailureFields,
     Kind,
-    LogFields,
     OverFields,
     PipelineFields,
-    ProgressFields,
     RecoveryFields,
     ResizeFields,
     ResumeFields,
     RunFields,
-    StepFields,
-    TablesFields,
-    TimesFields,
     WarningFields,
 )
 from unisono.watch.event_lines import event_lines
 from unisono.watch.held_events import HeldEvents
+from unisono.watch.loop_fields import (
+    DigestFields,
+    EpochFields,
+    EvaluationFields,
+    LogFields,
+    ProgressFields,
+    StepFields,
+    TablesFields,
+    TimesFields,
+)
 from unisono.watch.step_record import StepRecord, event_of
 
 if TYPE_CHECKING:
