@@ -17,12 +17,11 @@ reading at `CheckpointStore.write` and `CheckpointStore.load`.
 from __future__ import annotations
 
 import builtins  # inside CheckpointStore, `list` is its method
-import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +40,8 @@ from unisono.state.durable_files import (
     remedy,
     write_file,
 )
-from unisono.state.increments import BaseFile, Increment, base_name, find_increment
+from unisono.state.increment_bases import IncrementBases, base_entries
+from unisono.state.increments import BaseFile
 from unisono.state.manifest import GROUP, STATE, SUFFIX, manifest_of
 from unisono.state.open_checkpoint import OpenCheckpoint
 from unisono.state.part_plan import PartPlan
@@ -88,8 +88,7 @@ class CheckpointStore:
     def __init__(self, folder: Path, *, incremental: bool = False) -> None:
         self.folder = Path(folder)
         self._incremental = incremental
-        self._bases: dict[str, BaseFile] = {}
-        """By group, of checkpoints that this process has written."""
+        self._bases = IncrementBases()
         # This process has written and flushed them: `prune` need not read them to know that they are good.
         self._written: set[Path] = set()
 
@@ -127,11 +126,11 @@ class CheckpointStore:
                     raise ValueError(
                         f"group name {group!r}: use letters, digits, '_' and '-': it is part of a file's name"
                     )
-                increment = self._increment(group, tensors, work) if self._incremental and tag is None else None
+                increment = self._bases.find(group, tensors, work) if self._incremental and tag is None else None
                 pieces, described[group] = plan_file(tensors if increment is None else increment.tensors, group)
                 if increment is not None:
                     described[group]["base"] = increment.notes
-                    linked[group] = self._bases[group]
+                    linked[group] = self._bases.files[group]
                 files.append((group + SUFFIX, pieces))
             files.append((STATE, [to_json(document)]))
             work.needed = sum(nbytes_of(pieces) for _, pieces in files)
@@ -140,7 +139,7 @@ class CheckpointStore:
             for name, pieces in files:
                 work.doing = f"writing {name}"
                 entries.append(write_file(work.path / name, pieces))
-            bases = [replace(base.entry, name=base_name(group) + SUFFIX) for group, base in linked.items()]
+            bases = base_entries(linked)
             path, nbytes = work.commit([*entries, *bases], described)
         except OSError as error:
             raise work.explained(error) from error
@@ -148,36 +147,8 @@ class CheckpointStore:
             work.close()
         self._written.add(path)
         if self._incremental and tag is None:
-            self._keep_bases(path, {entry.name: entry for entry in entries}, described, linked)
+            self._bases.keep(path, {entry.name: entry for entry in entries}, described, linked)
         return CheckpointInfo(path=path, step=step, nbytes=nbytes - sum(base.nbytes for base in bases))
-
-    def _increment(self, group: str, tensors: Mapping[str, Tensor], work: CheckpointWork) -> Increment | None:
-        """Return what a group has changed since its base, which is then in the new folder; None to store all of it."""
-        base = self._bases.get(group)
-        if base is None:
-            return None
-        work.begin()
-        increment = find_increment(tensors, base, work.path)
-        return increment if increment is not None and self._link(base, group, work) else None
-
-    def _keep_bases(
-        self,
-        path: Path,
-        entries: Mapping[str, FileEntry],
-        described: Mapping[str, dict[str, Json]],
-        linked: Mapping[str, BaseFile],
-        *,
-        mark: str = "",
-    ) -> None:
-        """Note against what the next checkpoint is compared: with the bases of this one, or its own files."""
-        for group in described:
-            entry = entries[group + SUFFIX]
-            base = linked.get(group)
-            if base is None:
-                self._bases[group] = BaseFile(path / entry.name, entry, described[group], mark=mark)
-            else:
-                base.path = path / (base_name(group) + SUFFIX)
-                base.spent += entry.nbytes
 
     def begin_parts(self, step: int, *, tag: str | None = None, mark: str | None = None) -> CheckpointWork:
         """Begin a checkpoint that several ranks write, on rank 0. The call after it is `write_parts`.
@@ -203,16 +174,7 @@ class CheckpointStore:
         Args:
             work: What `begin_parts` returned.
         """
-        return {
-            group: base for group, base in self._bases.items() if self._incremental and self._link(base, group, work)
-        }
-
-    def _link(self, base: BaseFile, group: str, work: CheckpointWork) -> bool:
-        try:
-            os.link(base.path, work.path / (base_name(group) + SUFFIX))
-        except OSError:  # a file system without hard links, or the base has been deleted
-            return False
-        return True
+        return self._bases.link(work) if self._incremental else {}
 
     def write_parts(
         self,
@@ -251,11 +213,10 @@ class CheckpointStore:
         described = {group: {**plan.layout.described} for group, plan in plans.items()}
         linked: dict[str, BaseFile] = {}
         try:
-            for group, base in self._bases.items():
-                if increments is not None and group in increments:
-                    described[group]["base"], linked[group] = increments[group], base
-                elif increments is not None:
-                    (work.path / (base_name(group) + SUFFIX)).unlink(missing_ok=True)
+            if increments is not None:
+                linked = self._bases.unlink_others(work, increments)
+                for group in linked:
+                    described[group]["base"] = increments[group]
             text = to_json(document)
             own: list[FileEntry] = []
             for group, tensors in groups.items():
@@ -271,7 +232,7 @@ class CheckpointStore:
             if ranks is None:
                 ranks = range(len(next(iter(plans.values())).starts))
             entries = await_parts(work.path, ranks, files, gives_up=gives_up)
-            bases = [replace(base.entry, name=base_name(group) + SUFFIX) for group, base in linked.items()]
+            bases = base_entries(linked)
             path, nbytes = work.commit([*entries, *own, *bases], described)
         except OSError as error:
             raise work.explained(error) from error
@@ -287,7 +248,7 @@ class CheckpointStore:
         self._written.add(path)
         if increments is not None:
             files_of = {entry.name: entry for entry in entries}
-            self._keep_bases(path, files_of, {group: described[group] for group in plans}, linked, mark=work.path.name)
+            self._bases.keep(path, files_of, {group: described[group] for group in plans}, linked, mark=work.path.name)
         return CheckpointInfo(path=path, step=work.step, nbytes=nbytes - sum(base.nbytes for base in bases))
 
     def open(self, info: CheckpointInfo) -> OpenCheckpoint:
