@@ -33,7 +33,7 @@ from unisono.engine.tree_all_reduce import NodeLayout
 __all__ = ["EngineParts", "check_movable", "make_parts"]
 
 _LENGTH = 5
-"""A column of the runtime's words, between those of the engine."""
+"""A column of the runtime's words, between those of `shared_engine` and `shared_gradients`."""
 
 
 class EngineParts(NamedTuple):
