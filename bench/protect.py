@@ -19,7 +19,7 @@ from bench.ranks import run_ranks, slowest, start_together
 from bench.rows import Goal, Row, summarise
 from bench.sides import TrainerSide, check_equal
 from unisono.engine import EngineFactory, select_engines
-from unisono.trainer import assembly
+from unisono.trainer import step_runners
 
 __all__ = ["run"]
 
@@ -40,7 +40,7 @@ def _select_protected(*given: Any, **options: Any) -> EngineFactory:
 
 def _compare(effort: Effort, key: str) -> list[Row]:
     subject = SUBJECTS[key]()
-    with patch.object(assembly, "select_engines", _select_protected):
+    with patch.object(step_runners, "select_engines", _select_protected):
         ours = TrainerSide(subject, virtual_ranks=_RANKS, shares=_RANKS, engine="shared")
     peer = TrainerSide(subject, virtual_ranks=_RANKS, shares=_RANKS, engine="shared")
     check_equal(ours.step()[0], peer.step()[0], what=subject.name)
