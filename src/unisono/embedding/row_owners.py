@@ -23,6 +23,8 @@ _FILE_BITS = 10
 """Rows of a block in a file: numbers that there are one of for each row then fill a page of it, too."""
 _FILE_BLOCKS = 64
 """The number of blocks for each rank, at least."""
+_MOST_NOTED = 1 << 20
+"""Of so many blocks the owners are noted, as they are looked up faster than computed. It takes 2 bytes for each."""
 _LEAST_ENTRIES = 256
 """With fewer entries for each of several owners of rows, the work is less than that of dividing it."""
 _SAMPLED = 32
@@ -57,6 +59,11 @@ class RowOwners:
             wanted = max((_FILE_BLOCK_NBYTES // row_nbytes).bit_length() - 1, _FILE_BITS)
             most = (rows // (_FILE_BLOCKS * ranks)).bit_length() - 1  # so that shares are about equal
             self._bits = max(min(wanted, most), self._bits)
+        blocks = (rows - 1 >> self._bits) + 1
+        self._of_blocks: Tensor | None = None
+        """The owner of each block, int16; None if there are too many of them."""
+        if blocks <= _MOST_NOTED and ranks < 1 << 15:
+            self._of_blocks = self._rank_of(torch.arange(blocks)).to(torch.int16)
 
     @property
     def block_length(self) -> int:
@@ -64,8 +71,11 @@ class RowOwners:
         return 1 << self._bits
 
     def of(self, ids: Tensor) -> Tensor:
-        """Return the owner of each row, [n], int64."""
-        return self._rank_of(ids >> self._bits)
+        """Return the owner of each row, [n], int64; that of any for -1, which stands for no row."""
+        blocks = ids >> self._bits
+        if self._of_blocks is None:
+            return self._rank_of(blocks)
+        return self._of_blocks.index_select(0, blocks.clamp_min_(0)).long()
 
     def of_new(self, ids: Tensor) -> Tensor:
         """Return the rank that counts for each id of a dynamic table that has no row yet, [n], int64."""
