@@ -30,9 +30,9 @@ def expected(kind, fork_python, tmp_path_factory):
 def run(run_ranks, kind, expected, tmp_path):
     """Run the program on ranks of which some die, and check what it comes to."""
 
-    def run(ranks, deaths, *, directory="-", files="", replaced=None, **options):
+    def run(ranks, deaths, *, directory="-", files="", named="", replaced=None, **options):
         (tmp_path / "marks").mkdir(exist_ok=True)
-        job = run_ranks(ranks, PROGRAM, f"{kind},{files}", directory, deaths, tmp_path / "marks", **options)
+        job = run_ranks(ranks, PROGRAM, f"{kind},{files},{named}", directory, deaths, tmp_path / "marks", **options)
         assert job.lines(0)[-1] == expected, job.said
         count = job.said.count("; replaced")
         assert count in (range(1, 5) if replaced is None else [replaced]) and "Traceback" not in job.said, job.said
@@ -47,7 +47,7 @@ def test_ranks_that_die_are_replaced_with_the_rows_of_others(run):
 
 def test_rows_in_files_of_each_rank_are_replaced(run, tmp_path):
     (tmp_path / "disk").mkdir()
-    run(3, "1:3:loss,0:5:1200", files=tmp_path / "disk", replaced=2)
+    run(3, "1:3:loss,0:5:1200", files=tmp_path / "disk", named="named", replaced=2)
     assert not any((tmp_path / "disk").iterdir())
 
 
@@ -83,7 +83,7 @@ def test_ranks_die_at_random_places(run, tmp_path, seed):
     steps = sorted(chosen.sample(range(0, 13, 2), 4))  # a rank may be one step ahead of the dead
     # Some numbers of calls are more than a step has.
     deaths = ",".join(f"{chosen.randrange(ranks)}:{step}:{chosen.randrange(1, 3800)}" for step in steps)
-    run(ranks, deaths, directory=chosen.choice(["-", tmp_path / "run"]))
+    run(ranks, deaths, directory=chosen.choice(["-", tmp_path / "run"]), named="named" if seed % 2 else "")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ KIND is "fixed" or "dynamic". DEATHS is a list RANK:STEP:WHERE, with commas betw
 after the update of the step ("written"), at a number of calls of functions from the beginning of the step ("17"), in an
 evaluation after it ("evaluate"), or while rows are exported ("export"). With "late", the rank does not die, but never
 learns that the step has ended. MARKS is a directory that notes who has died. With
-"fixed,FOLDER", tables are in files in that folder.
+"fixed,FOLDER", tables are in files in that folder; with "fixed,,named", lookups are named before they are made.
 """
 
 import os
@@ -23,7 +23,7 @@ from unisono.engine.collective import CollectiveEngine
 from unisono.engine.kept_updates import KeptUpdates
 from unisono.engine.row_transfer import RowTransfer
 
-kind, _, files = sys.argv[1].partition(",")
+kind, files, named = (sys.argv[1] + ",,").split(",")[:3]
 directory = None if sys.argv[2] == "-" else Path(sys.argv[2])
 deaths = [each.split(":") for each in sys.argv[3].split(",") if each]
 marks = Path(sys.argv[4])
@@ -69,6 +69,10 @@ def loss(model, batch):
     if dies("loss"):
         die()
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def lookups(batch):
+    return {"words": batch[0][:, :2], "bags": batch[0][:, 2:] % 300}
 
 
 class Fuse:
@@ -133,7 +137,7 @@ def update_and_die(engine, scaler):
 
 KeptUpdates.agree, KeptUpdates.make_up, CollectiveEngine.update = agree_late, make_up_and_tell, update_and_die
 for _ in trainer.epochs(9, max_steps=14):
-    for batch in trainer.batches(data, batch_size=12):
+    for batch in trainer.batches(data, batch_size=12, lookups=lookups if named else None):
         for _, _, place in deaths:
             if place.isdecimal() and dies(place):
                 sys.setprofile(Fuse(int(place)))
