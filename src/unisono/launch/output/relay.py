@@ -1,8 +1,7 @@
 """The path of the ranks' output through the agent: from pipes to the launcher's streams, log files and the display.
 
 Everything is done in the agent's one loop, without a thread per rank. `Relay._take` reads bytes. They become lines
-(`live.py`), wait for equal lines of other ranks (`line_merging.py`) and are written by `Relay._pass_on`. Start reading
-at `Relay.open`.
+(`live.py`), which are printed by `line_printer.py`. Start reading at `Relay.open`.
 """
 
 from __future__ import annotations
@@ -19,26 +18,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, TextIO
 
 from unisono.launch.launch_job import Output
 from unisono.launch.output.event_relay import EventRelay
-from unisono.launch.output.line_merging import LineMerger, MergedLine
-from unisono.launch.output.live import LiveArea, LiveLines, plain_text
+from unisono.launch.output.line_printer import LinePrinter
+from unisono.launch.output.live import LiveLines, plain_text
 from unisono.launch.output.logs import STREAMS, LogFile, Route, RunLogs, route
-from unisono.launch.output.streams import LauncherStream, Prefixes, Sink, open_streams
+from unisono.launch.output.streams import LauncherStream
 
 __all__ = ["Relay"]
 
 _READ = 1 << 16
 _TAIL = 20
 _LONGEST_IN_TAIL = 2000
-_REDRAW_S = 0.05
-"""How long a change of a live line waits: most partial lines are complete by then."""
-_MOST_LIVE = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -95,25 +89,23 @@ class Relay:
     ) -> None:
         self._selector = selector
         self._clock = clock
-
-        def make_prefixes(colour: bool) -> Prefixes:
-            return Prefixes(colour=colour, template=output.prefix, role=role, number_of=self._number)
-
-        self._streams = self._stdout, self._stderr = open_streams(stdout, stderr, environment, make_prefixes)
         self._events = EventRelay(stderr, complain=self.say)
-        self._merger = LineMerger()
+        self._printer = LinePrinter(
+            stdout,
+            stderr,
+            environment,
+            template=output.prefix,
+            role=role,
+            number_of=self._number,
+            events=self._events,
+            live=self._live_lines,
+        )
         self._ranks: dict[int, _Rank] = {}
         self._pipes: list[_Pipe] = []
         self._holding: dict[_Pipe, None] = {}
         self._reading = True
-        self._writing: set[Sink] = set()
         # Rank 0 has the bottom of the terminal or, if it is not shown, the first rank that is.
         self._live_rank = min(output.shown or {0}) if stdin is None else stdin
-        self._area = LiveArea()
-        self._notice = b""
-        can_draw = environment.get("TERM") not in ("dumb", "unknown")
-        self._foot = next((s for s in (self._stderr, self._stdout) if s.terminal and can_draw), None)
-        self._redraw_s: float | None = None
         self._output = output
         self._logs = RunLogs(output, run_id=run_id, complain=self.say)
         self._first_rank = 0
@@ -123,21 +115,17 @@ class Relay:
         """Let the ranks of this machine begin at a number. Flags and log folders count from 0 on each machine."""
         self._live_rank += rank - self._first_rank
         self._first_rank = rank
-        self._forget_prefixes()
+        self._printer.forget_prefixes()
 
     def move(self, rank: int, number: int) -> None:
         """Let a rank that has come from another machine have this number among those of this one."""
         self._numbers[rank] = number
-        self._forget_prefixes()
-
-    def _forget_prefixes(self) -> None:
-        for stream in self._streams:
-            stream.prefixes.forget()
+        self._printer.forget_prefixes()
 
     @property
     def broken(self) -> bool:
         """True if the reader of standard output is gone."""
-        return self._stdout.sink.broken
+        return self._printer.broken
 
     @property
     def folder(self) -> Path | None:
@@ -185,7 +173,7 @@ class Relay:
         again = (earlier is not None and earlier.attempt == attempt) or rank in self._numbers
         number = self._number(rank)
         writer = self._ranks[rank] = _Rank(rank, attempt, self._logs.open(number, attempt, again=again))
-        for read, stream in zip(reads, (*self._streams, *([None] if rank == 0 else [])), strict=True):
+        for read, stream in zip(reads, (*self._printer.streams, *([None] if rank == 0 else [])), strict=True):
             os.set_blocking(read, False)
             name = STREAMS[stream.number] if stream else ""
             way = route(self._output, number, name)
@@ -241,8 +229,7 @@ class Relay:
 
     def show(self, text: str) -> None:
         """Print lines of the launcher's own on standard error, as they are, below all that has been printed."""
-        self._print(self._merger.flush())
-        self._pass_on(self._stderr, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
+        self._printer.show(text)
 
     def notice(self, text: str) -> None:
         """Display a line of the launcher's own at the bottom of a terminal, until a rank prints or the next notice.
@@ -250,14 +237,11 @@ class Relay:
         Args:
             text: The line; "" removes the present one.
         """
-        self._notice = text.encode(errors="backslashreplace")
-        if self._foot is not None:
-            self._foot.sink.write(self._area.erase() + self._draw())
-            self._foot.sink.flush()
+        self._printer.notice(text)
 
     def next_deadline_s(self) -> float | None:
         """Return when `tick` has something to do, by the monotonic clock; None if nothing is held back."""
-        candidates = [self._merger.deadline_s, self._redraw_s, *(pipe.lines.deadline_s for pipe in self._holding)]
+        candidates = [self._printer.deadline_s, *(pipe.lines.deadline_s for pipe in self._holding)]
         return min((deadline_s for deadline_s in candidates if deadline_s is not None), default=None)
 
     def tick(self) -> None:
@@ -268,22 +252,12 @@ class Relay:
             return
         for pipe in sorted(self._holding, key=lambda pipe: pipe.lines.deadline_s or 0.0):
             self._settle(pipe, now_s)
-        self._print(self._merger.due(now_s))
-        if self._redraw_s is not None and self._redraw_s <= now_s:
-            self._redraw(now_s)
+        self._printer.tick(now_s)
 
     def balance(self) -> None:
         """Watch streams that accept no more, and stop reading while one of them is far behind. Call once per turn."""
-        sinks = {self._stdout.sink, self._stderr.sink}
-        for sink in sinks:
-            if sink.waiting != (sink in self._writing):
-                if sink.waiting:
-                    self._writing.add(sink)
-                    self._selector.register(sink, selectors.EVENT_WRITE, sink.pump)
-                else:
-                    self._writing.remove(sink)
-                    self._selector.unregister(sink)
-        reading = not any(sink.full for sink in sinks)
+        self._printer.balance(self._selector)
+        reading = not self._printer.full
         if reading != self._reading:
             self._reading = reading
             for pipe in self._pipes:
@@ -297,15 +271,12 @@ class Relay:
         self.drain({pipe.writer.rank for pipe in self._pipes})
         for pipe in list(self._pipes):
             self._close(pipe)
-        self._print(self._merger.flush())
-        if self._foot is not None:
-            self._foot.sink.write(self._area.erase())
+        self._printer.finish()
         self._events.close()
 
     def flush(self) -> None:
         """Write all that is left to the launcher's streams, and close the log files. Nothing is printed after that."""
-        for stream in self._streams:
-            stream.sink.flush()
+        self._printer.flush()
         for writer in self._ranks.values():
             _close_all(writer.logs.values())
         self._logs.close()
@@ -322,12 +293,11 @@ class Relay:
     def _take(self, pipe: _Pipe) -> int:
         """Pass on the bytes that can be read at once; return their number, 0 at the end, where the pipe is closed."""
         data = os.read(pipe.file, _READ)
-        if self._notice:
-            self.notice("")
+        self._printer.remove_notice()
         if not data:
             self._close(pipe)
         elif pipe.stream is None:
-            self._erase()  # the display may open now, and needs the bottom of the terminal
+            self._printer.make_room()
             self._events.feed(data)
         else:
             if pipe.log is not None:
@@ -341,7 +311,7 @@ class Relay:
         """Print the lines of a rank that have waited long enough in case the cursor came back to them."""
         if lines := pipe.lines.settle(now_s):
             self._pass_lines(pipe, lines, self._clock())
-            self._print(self._merger.release(pipe.writer.rank))
+            self._printer.release(pipe.writer.rank)
         self._watch(pipe, self._clock())
 
     def _close(self, pipe: _Pipe) -> None:
@@ -360,7 +330,7 @@ class Relay:
     def _expect(self) -> None:
         """Hold lines back only for ranks that may still print."""
         ranks = {pipe.writer.rank for pipe in self._pipes if pipe.stream is not None and pipe.route.shown}
-        self._print(self._merger.expect(ranks))
+        self._printer.expect(ranks)
 
     def _pass_lines(self, pipe: _Pipe, lines: list[bytes], now_s: float) -> None:
         assert pipe.stream is not None
@@ -370,7 +340,7 @@ class Relay:
         pipe.writer.tail.extend(lines[-_TAIL:])
         if pipe.route.shown:
             self._logs.filter(STREAMS[number], pipe.attempt, lines, prefix=f"[{rank}] ".encode())
-            self._print(self._merger.add(rank, number, lines, now_s))
+            self._printer.add(rank, number, lines, now_s)
 
     def _watch(self, pipe: _Pipe, now_s: float) -> None:
         """Keep track of lines that are not final: when they will be, and whether the terminal shows them."""
@@ -378,51 +348,22 @@ class Relay:
             self._holding[pipe] = None
         else:
             self._holding.pop(pipe, None)
-        if self._redraw_s is None and self._is_live(pipe) and (self._area.rows or pipe.lines.live):
-            self._redraw_s = now_s + _REDRAW_S
+        if self._is_live(pipe):
+            self._printer.change(pipe.lines, now_s)
 
     def _is_live(self, pipe: _Pipe) -> bool:
-        foot, stream = self._foot, pipe.stream
-        if foot is None or stream is None or self._events.display is not None:
+        if pipe.stream is None or not self._printer.draws(pipe.stream):
             return False
-        return stream.sink is foot.sink and pipe.writer.rank == self._live_rank and pipe.route.shown
+        return pipe.writer.rank == self._live_rank and pipe.route.shown
 
-    def _print(self, lines: Iterable[MergedLine]) -> None:
-        for number, group in groupby(lines, key=attrgetter("stream")):
-            stream = self._streams[number]
-            self._pass_on(stream, b"".join(stream.prefixes.of(merged.ranks) + merged.line + b"\n" for merged in group))
-
-    def _pass_on(self, stream: LauncherStream, data: bytes) -> None:
-        display = self._events.display
-        if display is not None and stream.terminal and self._stderr.terminal:
-            stream.sink.flush()
-            display.print(data.decode(errors="replace"))
-        elif self._foot is not None and stream.sink is self._foot.sink and self._area.rows:
-            stream.sink.write(self._area.erase() + data + self._draw())
-        else:
-            stream.sink.write(data)
-
-    def _redraw(self, now_s: float) -> None:
-        if self._foot is None:
-            return
-        if self._foot.sink.waiting:  # a terminal that accepts no more: draw when it does
-            self._redraw_s = now_s + _REDRAW_S
-        else:
-            self._redraw_s = None
-            self._foot.sink.write(self._area.erase() + self._draw())
-
-    def _draw(self) -> bytes:
-        assert self._foot is not None
-        prefix = self._foot.prefixes.of({self._live_rank})
-        lines = [prefix + line for pipe in self._pipes if self._is_live(pipe) for line in pipe.lines.live]
-        if self._notice:
-            lines.append(self._notice)
-        return self._area.draw(lines[-_MOST_LIVE:], columns=self._foot.sink.columns) if lines else b""
-
-    def _erase(self) -> None:
-        if self._foot is not None and self._area.rows:
-            self._foot.sink.write(self._area.erase())
-            self._foot.sink.flush()
+    def _live_lines(self) -> list[bytes]:
+        """Return the lines that are not final, as they stand at the bottom of a terminal."""
+        return [
+            pipe.stream.prefixes.of({self._live_rank}) + line
+            for pipe in self._pipes
+            if pipe.stream is not None and self._is_live(pipe)
+            for line in pipe.lines.live
+        ]
 
 
 def _held(pipe: int) -> int:
