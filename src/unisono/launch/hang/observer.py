@@ -20,8 +20,8 @@ from unisono.launch.hang.idle_watch import IdleWatch
 from unisono.launch.hang.judge import HangJudge
 from unisono.launch.hang.observed_rank import ObservedRank, describe_call
 from unisono.launch.hang.situation import Situation
-from unisono.launch.hang.stacks import StackRequest, crash_text, read_state
-from unisono.launch.hang.status_block import RecordedCall
+from unisono.launch.hang.situation_reader import SituationReader, poll_stacks, request_stacks
+from unisono.launch.hang.stacks import StackRequest, crash_text
 from unisono.polling import wait_until
 
 __all__ = ["Observer"]
@@ -29,7 +29,6 @@ __all__ = ["Observer"]
 _TICK_S = 0.25
 _COLLECTING_TICK_S = 0.03
 _JUDGING_S = 1.0
-_MOST_STACKS = 16
 _LATELY_NS = 1_000_000_000
 _GAP_S = 5.0
 """A longer time between two ticks means that this process was stopped, and probably the ranks with it."""
@@ -79,7 +78,7 @@ class Observer:
         self._judged_s = 0.0
         self._ticked_s = 0.0
         self._quiet_until_s = 0.0
-        self._past_ns: int | None = None
+        self._reader = SituationReader()
         self._requests: dict[int, StackRequest] = {}
         self.idle = IdleWatch(hang_report_s, folder=folder, command=command)
         """Finds ranks that do nothing, and reports them."""
@@ -133,7 +132,7 @@ class Observer:
             until_ns: When the ranks went on together, by the monotonic clock. None: now.
         """
         now_s = time.monotonic()
-        self._past_ns = time.monotonic_ns() if until_ns is None else until_ns
+        self._reader.past_ns = time.monotonic_ns() if until_ns is None else until_ns
         self._quiet_until_s = now_s + max(calm_s, self.judge.patience_s)
         self.judge.forget()
         self._requests.clear()
@@ -175,7 +174,7 @@ class Observer:
         """Return for how long one of these ranks has been in a call, or an operation of its backend; 0 if none is."""
         if not self._standing:
             return 0.0
-        situations = self._situations(time.monotonic(), {}, ranks)
+        situations = self._reader.read(self._members, time.monotonic(), {}, ranks)
         starts = [call.started_ns for situation in situations for call in situation.calls if call.running]
         starts += [entry.since_ns for situation in situations for entry in situation.pending]
         return max(0.0, (time.monotonic_ns() - min(starts)) / 1e9) if starts else 0.0
@@ -190,16 +189,16 @@ class Observer:
 
     def collect(self, ranks: Iterable[int]) -> None:
         """Begin to collect the stacks of these ranks, for `collected`."""
-        self._requests = self._request(ranks)
+        self._requests = request_stacks(self._ranks, ranks)
         self._deadline_s = time.monotonic() + _COLLECTING_TICK_S
 
     def collected(self, ranks: Iterable[int]) -> list[Situation] | None:
         """Return what these ranks do, with the stacks that were asked for; None if those are not there yet."""
-        if not _poll(self._requests):
+        if not poll_stacks(self._requests):
             return None
         requests, self._requests = self._requests, {}
         linecache.checkcache()
-        return self._situations(time.monotonic(), requests, ranks)
+        return self._reader.read(self._members, time.monotonic(), requests, ranks)
 
     def snapshot(self, *, wait_s: float = 0.8) -> list[Situation]:
         """Return what every rank does now, with its stacks, for `hang_report.render_stacks`. Takes up to `wait_s`."""
@@ -207,19 +206,20 @@ class Observer:
         for watched in self._members.values():
             if watched.alive:
                 watched.ask_recorder(time.monotonic())
-        requests = self._request(self._members)
-        wait_until(lambda: _poll(requests), wait_s)
+        requests = request_stacks(self._ranks, self._members)
+        wait_until(lambda: poll_stacks(requests), wait_s)
         linecache.checkcache()
-        return self._situations(time.monotonic(), requests)
+        return self._reader.read(self._members, time.monotonic(), requests)
 
     def explain(self) -> str | None:
         """Return a description of collectives that did not match; None if all did. Ranks may have ended.
 
         Calls are counted from the start of a process, so those of replaced ranks cannot be compared.
         """
-        if self._past_ns is not None:
+        if self._reader.past_ns is not None:
             return None
-        situations = [replace(situation, pending=()) for situation in self._situations(time.monotonic(), {})]
+        read = self._reader.read(self._members, time.monotonic(), {})
+        situations = [replace(situation, pending=()) for situation in read]
         mismatch = find_mismatch(situations, now_ns=time.monotonic_ns(), settled_ns=-1)
         return None if mismatch is None else render_mismatch(mismatch, ranks=self._num_ranks, folder=self._folder)
 
@@ -285,9 +285,9 @@ class Observer:
         if not self._ranks[rank].alive:
             return ""
         self._requests.pop(rank, None)
-        requests = self._request([rank])
-        wait_until(lambda: _poll(requests), 0.5)
-        place = self._situation(rank, time.monotonic(), requests.get(rank)).place
+        requests = request_stacks(self._ranks, [rank])
+        wait_until(lambda: poll_stacks(requests), 0.5)
+        place = self._reader.read(self._ranks, time.monotonic(), requests, [rank])[0].place
         return "" if place is None else f"at {place.place_in(self._folder)}"
 
     def failure(self, rank: int) -> dict[str, Any] | None:
@@ -338,7 +338,7 @@ class Observer:
 
     def _judge(self, now_s: float) -> bool:
         """Judge the ranks, and return True if some wait in vain."""
-        decision = self.judge.look(self._situations(now_s, {}), now_s)
+        decision = self.judge.look(self._reader.read(self._members, now_s, {}), now_s)
         self.abort = decision.abort or self.abort
         self.stuck = decision.kill or self.stuck
         if decision.show:
@@ -347,12 +347,12 @@ class Observer:
 
     def _collect(self, now_s: float) -> list[str]:
         """Continue to collect stacks; once all are there, return the report."""
-        if not _poll(self._requests):
+        if not poll_stacks(self._requests):
             self._deadline_s = now_s + _COLLECTING_TICK_S
             return []
         requests, self._requests = self._requests, {}
         linecache.checkcache()
-        situations = self._situations(now_s, requests)
+        situations = self._reader.read(self._members, now_s, requests)
         if self._idle:
             idle, self._idle = self._idle, ()
             if any(situations[rank].ended for rank in idle):
@@ -364,49 +364,3 @@ class Observer:
             return []
         self.report = text
         return [f"unisono: {text}"]
-
-    def _request(self, ranks: Iterable[int]) -> dict[int, StackRequest]:
-        found: dict[int, StackRequest] = {}
-        for rank in ranks:
-            watched = self._ranks.get(rank)
-            if watched is not None and watched.alive and len(found) < _MOST_STACKS:
-                found[rank] = StackRequest(watched.pid, watched.dump, ask=watched.ask_stacks)
-        return found
-
-    def _situations(
-        self, now_s: float, requests: dict[int, StackRequest], ranks: Iterable[int] | None = None
-    ) -> list[Situation]:
-        members = self._members
-        shown = sorted(members) if ranks is None else [rank for rank in ranks if rank in members]
-        return [self._situation(rank, now_s, requests.get(rank)) for rank in shown]
-
-    def _situation(self, rank: int, now_s: float, request: StackRequest | None) -> Situation:
-        watched = self._ranks[rank]
-        state = read_state(watched.pid) if watched.alive else None
-        if state is not None and now_s - watched.cpu[0] >= _TICK_S:
-            watched.measure_load(now_s, state.cpu_s)
-        stacks = request.stacks if request else {}
-        return Situation(
-            rank=rank,
-            pid=watched.pid,
-            state=state.state if state else "ended",
-            exit_code=watched.exit_code,
-            load=watched.load,
-            calls=tuple(self._comparable(call) for call in watched.block.calls() if self._matters(call)),
-            main_thread=watched.block.main_thread,
-            threads=stacks.get(watched.pid, ()),
-            children=tuple((pid, read_state(pid).name, found) for pid, found in stacks.items() if pid != watched.pid),
-            **watched.recorded(),
-        )
-
-    def _matters(self, call: RecordedCall) -> bool:
-        return self._past_ns is None or call.started_ns >= self._past_ns or call.kind == "setup"
-
-    def _comparable(self, call: RecordedCall) -> RecordedCall:
-        """Return a call as those of other ranks are counted: one that was replaced has made fewer default groups."""
-        return call if self._past_ns is None else replace(call, epoch=0)
-
-
-def _poll(requests: dict[int, StackRequest]) -> bool:
-    """Poll all requests, and return True if all are done."""
-    return not [request for request in requests.values() if not request.poll()]
