@@ -1,4 +1,7 @@
-"""The decision whether a host is let into a job that runs. Pure; `launch.hosts.member` acts on it, on the leader."""
+"""The decision whether a host is let into a job that runs.
+
+Pure; `launch.hosts.job_membership` acts on it, on the leader.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 All read the entries in the same order. What only the leader needs goes into a queue of the store, its mail: if all of
 many hosts read what each of them answers, that would take most of a second for a hundred. As long as one host leads is
 a *term*, as in Raft; when it is lost, the others begin the next term at the store of another one
-(`launch.hosts.member`). Start reading at `Term`.
+(`launch.hosts.job_membership`). Start reading at `Term`.
 """
 
 from __future__ import annotations
