@@ -55,7 +55,7 @@ class ByVirtualRank:
             raise ValueError(
                 f"virtual_rank={virtual_rank} is outside [0, {self._run.virtual_ranks}), the virtual ranks of this run"
             )
-        key = derive_key(self._run.seed, f"generator/{_stream(name)}", *self._loop.moment, virtual_rank)
+        key = derive_key(self._run.seed, f"generator/{_stream(name)}", *self._loop.steps.moment, virtual_rank)
         return torch.Generator(device).manual_seed(key)
 
     def rollouts(
@@ -93,7 +93,9 @@ class ByVirtualRank:
         steps = whole("steps", steps, least=1)
         if micro_batch_size is not None:
             micro_batch_size = whole("micro_batch_size", micro_batch_size, least=1)
-        self._calls.compare(f"trainer.rollouts(steps={steps}, micro_batch_size={micro_batch_size})", self._loop.moment)
+        self._calls.compare(
+            f"trainer.rollouts(steps={steps}, micro_batch_size={micro_batch_size})", self._loop.steps.moment
+        )
         return self._loop.batches(Rollouts(self._calls, function, steps=steps, micro_batch_size=micro_batch_size))
 
     def collect(self, function: Callable[[Any], Any], *, name: str = "collect") -> list[Any]:
@@ -122,7 +124,7 @@ class ByVirtualRank:
         """
         refuse_inside("trainer.collect")
         _check_callable("trainer.collect", function)
-        stream, moment = _stream(name), self._loop.moment
+        stream, moment = _stream(name), self._loop.steps.moment
         call = f"trainer.collect(name={name!r})"
 
         def compute() -> list[Any]:

@@ -150,7 +150,7 @@ def run_epochs(
             if evaluated is None:
                 evaluated = validation.run(trainer)
                 is_over = bool(evaluated) and _calls(callbacks.on_evaluation, trainer, evaluated)
-            done = EpochResult(epoch=epoch, loss=loop.mean_loss, validation=evaluated)
+            done = EpochResult(epoch=epoch, loss=loop.steps.mean_loss, validation=evaluated)
             loop.add_result(done)
             is_over = _calls(callbacks.on_epoch, trainer, done) or is_over
         if is_over and not loop.end_with_epoch():

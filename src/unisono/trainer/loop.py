@@ -1,13 +1,13 @@
-"""The order of events in a run: epochs, batches and steps, and the work after a step.
+"""The order of events in a run: its epochs and their batches.
 
-`step` runs one step, and `save_points` saves the state of the run when the user's loop asks for the next batch or
-epoch. `trainer` has the calls of users and describes their arguments. Start reading at `Loop.epochs`.
+`batch_steps` has the steps on the batch in the loop, and `save_points` saves the state of the run when the user's loop
+asks for the next batch or epoch. `trainer` has the calls of users and describes their arguments. Start reading at
+`Loop.epochs`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import fields
@@ -16,7 +16,7 @@ from unisono.data.batch import Batch
 from unisono.data.joined_loader import JoinedLoader
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.shard_loader import ShardLoader
-from unisono.errors import UnisonoError
+from unisono.trainer.batch_steps import BatchSteps
 from unisono.trainer.batches_ahead import BatchesAhead
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
@@ -28,10 +28,6 @@ from unisono.trainer.run_events import RunEvents
 from unisono.trainer.save_points import SavePoints
 from unisono.trainer.snapshot import Cursor, check_same_data
 from unisono.trainer.state_digests import RegularDigests
-from unisono.trainer.step import Loss, StepOptions
-from unisono.trainer.step_events import StepEvents
-from unisono.trainer.step_result import StepResult
-from unisono.trainer.table_statistics import TableStatistics
 from unisono.trainer.trainer_parts import TrainerParts
 from unisono.watch import EventLog
 
@@ -54,15 +50,10 @@ class Loop:
         self._recovers = parts.recovery.is_linked
         self.history = parts.history
         self.optimizers = OptimizerSteps(parts)
-        self._carried, self._log, self._state = parts.carried, log, parts.state
-        self._carries = bool(parts.carried)
-        self._batch: Batch | None = None
-        self._calls = 0
+        self._carried = parts.carried
         self._epochs: int | None = None
         self._last_step: int | None = None
         self._turn = 0
-        self.versions: list[int] = []
-        """Versions of the tensors in the batch when it was dealt."""
         self._exhausted: int | None = None
         """The epoch whose batches have all been asked for."""
         self._cut_off: int | None = None
@@ -75,21 +66,15 @@ class Loop:
         self._run.set_generators("loop", *self.began[:2], 0)
         self._asked = self._cursor.values(), len(self.history)
         self._run_events = RunEvents(parts, log, keeps=keeps)
-        self._events = StepEvents(log, parts.run.device)
-        self._table_statistics = TableStatistics(parts.modules, log)
         self._clock = parts.run.clock
         self._clock.attach(log)
         self._saves = SavePoints(parts, log, keeps=keeps)
+        self.steps = BatchSteps(parts, self.optimizers, log, self._saves)
+        """Performs the steps on the batches."""
         self._failures = FailureRecord(log, parts, keeps=keeps)
         self._digests = RegularDigests(parts, log)
         if keeps:
             self._saves.heed_signals(self._can_stop)
-
-    @property
-    def mean_loss(self) -> float:
-        """Mean loss over the samples of the current epoch so far; NaN before its first step."""
-        cursor = self._cursor
-        return cursor.loss_sum / cursor.loss_weight if cursor.loss_weight else math.nan
 
     @property
     def results(self) -> list[EpochResult]:
@@ -106,12 +91,6 @@ class Loop:
         """Add the result of an epoch to the run's state; one that is done again replaces what there was."""
         before = [state for state in self._cursor.results if state["epoch"] < result.epoch]
         self._cursor.results = [*before, result.state()]
-
-    @property
-    def moment(self) -> tuple[int, int, int]:
-        """Epoch, step, and steps done with its batch, or -1 before it is in the loop: where random numbers belong."""
-        batch = self._batch
-        return (self._cursor.epoch, self._cursor.step, -1) if batch is None else (batch.epoch, batch.step, self._calls)
 
     @property
     def continues(self) -> bool:
@@ -229,7 +208,7 @@ class Loop:
         self._failures.end()
 
     def _batches_left(self, loader: _Loader, ahead: BatchesAhead | None) -> Generator[Batch, None, None]:
-        cursor = self._cursor
+        cursor, steps = self._cursor, self.steps
         within_epochs = self._epochs is not None
         if not within_epochs:
             self._begin_alone()
@@ -249,7 +228,7 @@ class Loop:
                 batch, ends_early = self._next_batch(loader, batches)
                 if batch is None:
                     break
-                self._batch, self._calls = batch, 0
+                steps.batch, steps.calls = batch, 0
                 if self._recovers:
                     self._note_dealt(batch)
                 self._run.set_generators("loop", batch.epoch, batch.step, 0)
@@ -261,11 +240,11 @@ class Loop:
                         "was dealt by this one: deal the batches of an epoch by one loop."
                     )
                 cursor.step = batch.step + 1  # also if the loop has not used the batch
-                self._batch = None
+                steps.batch = None
                 self._ask()
                 if self._recovers and self._recovery.resizes:
                     loader, batches = self._left(loader, ahead)
-            self._batch = None
+            steps.batch = None
             self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
             if ends_early:
                 # The run ends in mid-epoch: the loop's code after an epoch is not part of it.
@@ -285,7 +264,7 @@ class Loop:
         self._run_events.tell_epoch(
             steps=loader.steps, num_samples=loader.num_samples, epochs=self._epochs, last_step=self._last_step
         )
-        self._events.begin()
+        self.steps.begin()
 
     def _left(self, loader: _Loader, ahead: BatchesAhead | None) -> tuple[_Loader, Iterator[Batch]]:
         """Return the loader of this rank's part and the batches that are left, after a change of the number of ranks.
@@ -326,66 +305,6 @@ class Loop:
             self._clock.add_data(time.perf_counter() - begun_s)
         return (None, True) if batch is not None and self._is_over() else (batch, False)
 
-    def step(self, loss_fn: Loss, batch: Batch, optimizer: str | None, options: StepOptions) -> StepResult:
-        """Perform one step on the latest batch, and the work after it; see `Trainer.step`."""
-        if batch is not self._batch:
-            raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
-        name = self.optimizers.name(optimizer)
-        runner = self.optimizers.runners[name]
-        self._saves.save_evaluated()
-        self._saves.announce(self._calls)
-        clock = self._clock
-        if clock.is_measuring or clock.is_due:
-            clock.begin(self._cursor.total_steps)
-        self._table_statistics.begin(loss_fn)
-        self._state.begin()
-        try:
-            if self._carries:
-                with self._carried.transaction():
-                    result = runner.run(loss_fn, batch, call=self._calls, options=options)
-            else:
-                result = runner.run(loss_fn, batch, call=self._calls, options=options)
-            if not result.skipped:
-                self.optimizers.update_averages(name)
-            self._state.commit(runner.transaction)
-        except BaseException as error:
-            self._table_statistics.give_up()
-            self._state.give_up()
-            if isinstance(error, UnisonoError):
-                # A signal to all ranks has ended the others, too: this rank's signal explains more than their end.
-                self._saves.raise_pending()
-            raise
-        if not result.skipped:
-            self.optimizers.update_schedules(name)
-        self._count_step(batch)
-        runner.transaction.close()
-        self._count_loss(batch, result)
-        clock.end(self._cursor.total_steps)
-        self._table_statistics.end(self._cursor.total_steps)
-        shown = name if len(self.optimizers.runners) > 1 else None
-        self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
-        for message in (*runner.warnings(batch.epoch), self.optimizers.warning()):
-            if message is not None:
-                self._warn(message)
-        return result
-
-    def account(self, batch: Batch, result: StepResult) -> None:
-        """Account for a step on the latest batch that other ranks have made."""
-        self._count_step(batch)
-        self._count_loss(batch, result)
-        self._run.set_generators("loop", batch.epoch, batch.step, self._calls)
-
-    def _count_step(self, batch: Batch) -> None:
-        cursor = self._cursor
-        if not self._calls:
-            cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
-        self._calls += 1
-        self._saves.note_step()
-
-    def _count_loss(self, batch: Batch, result: StepResult) -> None:
-        cursor = self._cursor
-        cursor.loss_sum, cursor.loss_weight = cursor.loss_sum + result * batch.size, cursor.loss_weight + batch.size
-
     def note_evaluation(self, name: str, values: Mapping[str, float]) -> None:
         """Add the results of an evaluation to the history; see `SavePoints.note_evaluation`."""
         self._saves.note_evaluation(name, values)
@@ -412,7 +331,7 @@ class Loop:
     def _note_dealt(self, batch: Batch) -> None:
         """Note for a recovery that the loop gets a batch."""
         if self._recovery.is_on:
-            self.versions = batch.versions()
+            self.steps.versions = batch.versions()
         self._recovery.note("loop")
 
     def _begin_alone(self) -> None:
@@ -443,16 +362,6 @@ class Loop:
         """Raise the exception of a signal that was put off."""
         self._saves.raise_pending()
 
-    @property
-    def batch(self) -> Batch | None:
-        """The batch in the loop."""
-        return self._batch
-
-    @property
-    def calls(self) -> int:
-        """The number of steps done with it."""
-        return self._calls
-
     def go_on(self, *, cursor: Cursor | None = None, calls: int | None = None) -> None:
         """Go on after a recovery.
 
@@ -464,13 +373,10 @@ class Loop:
             for each in fields(cursor):
                 setattr(self._cursor, each.name, getattr(cursor, each.name))
         if calls is not None:
-            self._calls = calls
-        if self._cursor.place == self.asked[0].place and not self._calls:
+            self.steps.calls = calls
+        if self._cursor.place == self.asked[0].place and not self.steps.calls:
             self._saves.note_state()  # the state is the one from when the loop asked
 
     def _can_stop(self) -> bool:
         """Return True if a signal may end the run at once."""
         return self._saves.can_stop(is_looping=self._epochs is not None or self._is_dealing)
-
-    def _warn(self, sentence: str) -> None:
-        self._log.emit("warning", message=sentence)

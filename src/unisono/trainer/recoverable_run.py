@@ -109,8 +109,8 @@ class RecoverableRun:
 
     def undo(self) -> str | None:
         """Restore the state from before the call under way; return why that is not possible, if it is not."""
-        batch = self._loop.batch
-        if batch is not None and batch.versions() != self._loop.versions:
+        steps = self._loop.steps
+        if steps.batch is not None and steps.batch.versions() != steps.versions:
             return "the loss function writes to the tensors of its batch, so the step cannot be computed again"
         return self._parts.state.obstacle()
 
@@ -201,7 +201,7 @@ class RecoverableRun:
         groups, state = parts.state.capture(facts)
         modes = {prefix: [m.training for m in root.modules()] for prefix, root in parts.modules.items()}
         trained = {prefix: [p.requires_grad for p in root.parameters()] for prefix, root in parts.modules.items()}
-        return {"state": state, "modes": modes, "trained": trained, "calls": loop.calls}, groups
+        return {"state": state, "modes": modes, "trained": trained, "calls": loop.steps.calls}, groups
 
     def _restore_modes(self, modes: dict[str, list[bool]], trained: dict[str, list[bool]]) -> None:
         """Set what the loop may have changed on the other ranks: modes of modules, and what is frozen."""

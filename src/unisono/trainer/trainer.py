@@ -423,8 +423,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             check_step_options(options, has_whole_model=self._run.has_whole_model)
         return self._recovery.call(
             "trainer.step",
-            partial(self._loop.step, loss_fn, batch, optimizer, options),
-            account=partial(self._loop.account, batch),
+            partial(self._loop.steps.step, loss_fn, batch, optimizer, options),
+            account=partial(self._loop.steps.account, batch),
         )
 
     def _tell_division(self, fields: PipelineFields) -> None:
