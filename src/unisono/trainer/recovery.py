@@ -3,44 +3,35 @@
 The launcher makes a new process for a rank that has died, which runs the script from its top. It goes through calls
 that the others have made without making them again (`call_log`), up to the call under way. The other ranks notice the
 death there: the call fails, and leaves the state from before it. They wait for the new rank, all make a new process
-group and engine, the new rank takes the state of another one, and the call is repeated. Of ranks that one call
-separates, since only some could finish it, the later ones take the state of the first, and the result of the call.
-Start reading at `Recovery.call`.
+group and engine (`rank_meeting`), the new rank takes the state of another one, and the call is repeated. Of ranks that
+one call separates, since only some could finish it, the later ones take the state of the first, and the result of the
+call. Start reading at `Recovery.call`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from unisono import recovery_link
 from unisono.data.fetch import NoteSamples
-from unisono.errors import PeerError, RankMismatchError, UnisonoError
-from unisono.job.current import active_job, guard_group, is_cut_off, is_group_of_script, set_active_job
+from unisono.errors import PeerError, RankMismatchError
+from unisono.job.current import active_job, guard_group, is_group_of_script, set_active_job
 from unisono.job.group_watch import BETWEEN_CALLS, waits_for_the_dead
-from unisono.job.rejoin import (
-    RecoveryStore,
-    SupersededError,
-    begin_alone,
-    begin_as_new_rank,
-    is_new_rank,
-    leave_group,
-    rejoin,
-    tell_job,
-)
+from unisono.job.rejoin import SupersededError, begin_alone, begin_as_new_rank, is_new_rank
 from unisono.job.user_function import collectives_of_user, count_collectives
-from unisono.peer_loss import is_peer_lost
 from unisono.recovery_link import Phase, RecoveryLink
 from unisono.text import list_first
 from unisono.trainer.call_log import CallLog, Dropped, LoggedCall
 from unisono.trainer.call_replay import TURN, CallReplay
 from unisono.trainer.launcher_decisions import DecisionError, LauncherDecisions
-from unisono.trainer.rank_positions import Position, furthest, missed_call, read_positions, tell_position
+from unisono.trainer.rank_meeting import MetRanks, RankMeeting
+from unisono.trainer.rank_positions import Position
 from unisono.trainer.recoverable import Recoverable
 from unisono.variables import HOST_VARIABLE
 
@@ -48,12 +39,6 @@ __all__ = ["Recovery"]
 
 T = TypeVar("T")
 
-_PATIENCE_S = 5.0
-"""How long a rank that has lost a peer waits for the launcher to replace it."""
-_HOSTS_PATIENCE_S = 60.0
-"""The same where there may be several hosts."""
-_DOUBT_S = 0.5
-"""The same after an error that need not come from a lost peer."""
 _MOST_SAMPLES = 16
 _RESIZE = "trainer.batches, where the number of ranks changes"
 
@@ -74,8 +59,6 @@ class Recovery:
         self._link: RecoveryLink | None = link
         if link is not None:
             link.come()
-        # What other hosts know has to come here first, and a host that is silent counts as lost after some seconds.
-        self._patience_s = _PATIENCE_S if HOST_VARIABLE not in os.environ else _HOSTS_PATIENCE_S
         self._log = CallLog()
         self._replay = CallReplay(differ=self._differ)
         self._run: Recoverable | None = None
@@ -83,9 +66,13 @@ class Recovery:
         self._is_again = False
         """True in a call that is made again after a death."""
         self._within = self._is_calling = False
-        self._name = ""
         self._counted = (0, 0)
         self.decisions = LauncherDecisions(link, self._check)
+        self._meeting: RankMeeting | None = None
+        if link is not None:
+            self._meeting = RankMeeting(
+                link, self.decisions, check=self._check, is_guarded=self._is_guarded, differ=self._differ
+            )
         self.position: Position | None = None
         """Where the other ranks are, on a new rank."""
         self.is_joined = True
@@ -252,9 +239,8 @@ class Recovery:
     def _make(self, name: str, body: Callable[[], T], *, again: bool, keeps: bool, account: Callable[[Any], None]) -> T:
         """Make a call that other ranks have not made."""
         assert self._link is not None
-        self._name = name
         if not self.is_joined:
-            self._meet()
+            self._meet(name)
             self._is_again = True
         elif self._uses() != self._counted:
             self.refuse(BETWEEN_CALLS)
@@ -269,11 +255,13 @@ class Recovery:
             except DecisionError:
                 pass
             except Exception as error:  # of any class, from values that came over a group that was aborted
-                if not self._recovers_from(error):
+                assert self._meeting is not None
+                assert self._run is not None
+                if not self._meeting.is_due(error, self._run):
                     self._log.add_failed(name)
                     self._counted = self._uses()
                     raise
-            if (missed := self._meet(body if again else None)) is not None:
+            if (missed := self._meet(name, partial(self._make_alone, body) if again else None)) is not None:
                 if isinstance(missed.result, Dropped):
                     raise PeerError(f"only some ranks could finish {name} before a rank died")
                 account(missed.result)
@@ -304,16 +292,10 @@ class Recovery:
 
     def _begin_as_new_rank(self) -> None:
         """Wait for the other ranks, and take over the calls that they have made."""
-        assert self._link is not None
+        assert self._meeting is not None
         begin_as_new_rank()
         self.is_joined = False
-        while True:
-            try:
-                store = self._store()
-                self.position = furthest(read_positions(store))[1]
-                break
-            except SupersededError:
-                continue
+        self.position = self._meeting.first_position()
         self._log = self.position.log
         self._replay = CallReplay(self._log.calls(), differ=self._differ)
 
@@ -322,110 +304,61 @@ class Recovery:
         self.refuse(reason)
         raise RankMismatchError(f"no rank can be replaced alone: {reason}.")
 
-    def _recovers_from(self, error: Exception) -> bool:
-        """Return True if ranks have died and will be replaced, and the state is that from before the call."""
-        assert self._link is not None
-        assert self._run is not None
-        if not self.is_on or self._run.world.size == 1:
-            return False
-        is_lost = is_cut_off() or (isinstance(error, (UnisonoError, RuntimeError)) and is_peer_lost(error))
-        if not is_lost and type(error) is not UnisonoError:  # a subclass says what else went wrong
-            return False
-        if not self.decisions.wait(self._patience_s if is_lost else _DOUBT_S):
-            return False
-        if (obstacle := self._run.undo()) is not None:
-            self.refuse(obstacle)
-            return False
-        _release(error)
-        return True
+    def _make_alone(self, body: Callable[[], T]) -> T:
+        """Make a call for this rank alone. Calls within it are a part of it."""
+        self._within = True
+        try:
+            return body()
+        finally:
+            self._within = False
 
-    def _meet(self, alone: Callable[[], Any] | None = None) -> LoggedCall | None:
+    def _meet(self, name: str, alone: Callable[[], Any] | None = None) -> LoggedCall | None:
         """Go on together with all ranks, new ones and old ones.
 
         Args:
-            alone: Makes the call under way, if that is one which a new rank makes alone.
+            name: The call under way.
+            alone: Makes it, if it is one which a new rank makes alone.
 
         Returns:
             The call under way, if another rank has made it, and this one has its state now.
         """
-        assert self._link is not None
-        assert self._run is not None
+        run, meeting = self._run, self._meeting
+        assert run is not None
+        assert meeting is not None
         self.note("recovery")
         started_s = time.monotonic()
         while True:
-            self._run.disconnect()
-            begin_alone(self._run.device)
-            number = self._link.membership().number
+            run.disconnect()
+            begin_alone(run.device)
             try:
-                store = self._store()
-                self._tell_new_ranks(store)  # first, since they need it, and to leave a group takes 10 ms
-                leave_group()  # before any wait: ranks that wait for this one there do not see that another has died
-                return self._meet_at(store, started_s, alone)
+                met = meeting.meet(run, self._log, name, is_joined=self.is_joined, resizes=self._resizes, alone=alone)
+                return self._join(met, started_s)
             except SupersededError:
                 continue
             except Exception as error:  # of any class, as in `call`
-                is_own = not isinstance(error, (UnisonoError, RuntimeError)) or isinstance(error, RankMismatchError)
-                self.decisions.follow(number)
-                if (is_own and not is_cut_off()) or not self.decisions.wait(self._patience_s):
+                if not meeting.is_due_again(error):
                     raise
-                _release(error)
 
-    def _tell_new_ranks(self, store: RecoveryStore) -> None:
-        """Tell them about the job and the place of this rank, unless it is new itself or leaves."""
-        run, (_, ranks, size) = self._run, store.membership[:3]
-        assert run is not None
-        if run.world.rank < size and run.world.rank not in ranks:
-            tell_job(store)
-            resizes = self._resizes and run.world.size == size
-            tell_position(store, run.world.rank, run.position(self._log, self._name, resizes=resizes))
-
-    def _meet_at(self, store: RecoveryStore, started_s: float, alone: Callable[[], Any] | None) -> LoggedCall | None:
-        run, link, name = self._run, self._link, self._name
+    def _join(self, met: MetRanks | None, started_s: float) -> LoggedCall | None:
+        """Go on with the ranks that have met; return the call under way if this one has missed it."""
+        run, link = self._run, self._link
         assert run is not None
         assert link is not None
-        number, ranks, size = store.membership[:3]
-        if run.world.rank >= size:
+        if met is None:
             self._leave()
-        is_new, before = run.world.rank in ranks, run.world.size
-        source, position = furthest(read_positions(store))
-        missed = missed_call(self._log, source, position, is_joined=self.is_joined)
-        expected = position.name if missed is None else missed.name
-        if name != expected:
-            self._differ(f"{name} where the others are in {expected}")
-        dead = [rank for rank in ranks if rank < before]
-        if not is_new and (obstacle := run.repair(dead)) is not None:
-            self.refuse(obstacle)
-            raise PeerError(f"no rank can be replaced alone: {obstacle}")
-        if missed is not None and alone is not None:
-            self._within = True
-            try:
-                missed = missed._replace(result=run.alone(alone))
-            finally:
-                self._within = False
-        rejoin(store)
-        guard_group(self._is_guarded)
-        run.connect()
-        run.send_state(source, position, wanted=missed is not None or not self.is_joined, is_late=missed is not None)
         waited_s = max(run.world.gather(time.monotonic() - started_s, "ranks that go on after a recovery"))
-        if missed is not None:
-            self._log = position.log
-        if missed is not None or is_new:
-            self._resizes = position.resizes
-        elif size != before:
+        if met.missed is not None:
+            self._log = met.position.log
+        if met.took:
+            self._resizes = met.position.resizes
+        elif met.membership.size != met.before:
             self._resizes = False
         self.is_joined = True
-        self.decisions.follow(number)
-        link.joined(number)
-        run.has_joined(store.membership, before, waited_s, position, took=missed is not None or is_new)
+        self.decisions.follow(met.membership.number)
+        link.joined(met.membership.number)
+        run.has_joined(met.membership, met.before, waited_s, met.position, took=met.took)
         self._counted = self._uses()
-        return missed
-
-    def _store(self) -> RecoveryStore:
-        assert self._link is not None
-        active = active_job()
-        assert active is not None
-        timeout_s = active.job.timeout.total_seconds()
-        return RecoveryStore(self._link, self._link.membership(), timeout_s=timeout_s, check=self._check)
+        return met.missed
 
     def _leave(self) -> NoReturn:
         """End this rank, which the launcher has released: the others have its state."""
@@ -437,10 +370,3 @@ class Recovery:
         """Look, while this rank waits, whether it was asked to end."""
         if self._run is not None:
             self._run.raise_pending()
-
-
-def _release(error: BaseException | None) -> None:
-    """Drop what the frames of an error hold, such as the process group: it is closed only when nothing holds it."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

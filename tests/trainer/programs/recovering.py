@@ -35,7 +35,7 @@ from unisono.launch.recovery_page import RankLink
 from unisono.shm.process_group import ProcessGroupShm
 from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.digest import digest
-from unisono.trainer import recovery
+from unisono.trainer import rank_meeting
 from unisono.trainer.loop import Loop
 from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recoverable_run import RecoverableRun
@@ -383,7 +383,7 @@ models, optimizers, trainer = make_trainer()
 (FOLDER / f"armed.{RANK}").touch()
 for stage in ("repair", "connect", "send_state", "has_joined"):
     surround(RecoverableRun, stage)
-surround(recovery, "rejoin")
+surround(rank_meeting, "rejoin")
 for stage in ("launch", "advance", "finish"):
     surround(TreeAllReduce, stage)
 surround(ProcessGroupShm, "send", number=lambda _, sent, to, __: [trainer.steps_done, to, sent[0].numel()])
