@@ -1,29 +1,27 @@
 """Writes the checkpoints of a run when they are due, and at its end.
 
-Only rank 0 uses the directory of the run (`run_directory`), so the ranks need no shared file system. If they have one,
-the ranks of a divided run write their parts there, and so do hosts that have the whole state each (`host_parts`).
+Only rank 0 uses the directory of the run (`run_directory`, `checkpoint_writer`), so the ranks need no shared file
+system. If they have one, the ranks of a divided run write their parts there (`part_checkpoints`), and so do hosts that
+have the whole state each (`host_parts`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from unisono.collectives.rank_errors import raised_on_all
 from unisono.collectives.world import World
-from unisono.errors import CheckpointError
-from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
+from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.policy import Checkpoints
-from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.checkpoint_events import CheckpointEvents
+from unisono.trainer.checkpoint_writer import CheckpointWriter
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
-from unisono.trainer.host_parts import HostParts, Occasion
+from unisono.trainer.host_parts import HostParts, Occasion, Snapshot
 from unisono.trainer.part_checkpoints import PartCheckpoints
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.trainer.run_directory import RunDirectory
@@ -32,8 +30,6 @@ from unisono.trainer.save_rule import Place, SaveRule
 from unisono.watch import EventLog
 
 __all__ = ["Checkpointing"]
-
-Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 
 
 class Checkpointing(PartCheckpoints):
@@ -60,11 +56,8 @@ class Checkpointing(PartCheckpoints):
         self._policy, self._world, self._apart = policy, world, apart or {}
         self._rule = SaveRule(policy)
         self._directory = None if directory is None else RunDirectory(directory, incremental=bool(policy.incremental))
-        self._writer: BackgroundWriter | None = None
-        self._best: BestCheckpoint | None = None
+        self._writer: CheckpointWriter | None = None
         self._events = CheckpointEvents()
-        self._is_written = True
-        """False while a checkpoint is being written, and after that has failed."""
         self.announcement = SaveAnnouncement()
         """Tells all ranks that a checkpoint is due."""
         self.hosts = HostParts(world, self.store, self.announcement, loses_ranks)
@@ -121,16 +114,15 @@ class Checkpointing(PartCheckpoints):
     @property
     def best(self) -> BestCheckpoint | None:
         """The best checkpoint, on the rank that writes; None on others and without a directory."""
-        return self._best
+        return None if self._writer is None else self._writer.best
 
     def begin(self, log: EventLog, place: Place, history: EvaluationHistory, *, resumed: bool) -> None:
         """Start counting steps and time since the last checkpoint, and start the writer on rank 0."""
         self._events.begin(log)
         self._rule.begin(place)
         if self._directory is not None and self._world.rank == 0:
-            self._writer = BackgroundWriter(self._directory.store, self._policy.keep, self._on_written)
-            self._best = BestCheckpoint(self._directory.store, self._policy, self._events.warn)
-            self._best.begin(history, step=place[2], resumed=resumed)
+            self._writer = CheckpointWriter(self._directory, self._policy, self._events, self.hosts, self._apart)
+            self._writer.best.begin(history, step=place[2], resumed=resumed)
 
     def take_over(self, saved: Place) -> None:
         """Continue in the place of a rank that has died.
@@ -167,16 +159,15 @@ class Checkpointing(PartCheckpoints):
         if metric is None:
             return
         history.of(metric)
-        if self._best is not None:
+        if self._writer is not None:
             for each in added:
                 if each.is_called(metric):
-                    self._best.report(each.step, each.value)
+                    self._writer.best.report(each.step, each.value)
 
     def settle(self) -> None:
         """Wait until no checkpoint is being written, and record the best one if it is on the disk."""
-        if self._writer is not None and self._best is not None:
-            self._join()
-            self._best.record_written()
+        if self._writer is not None:
+            self._writer.settle()
 
     @property
     def writes(self) -> bool:
@@ -192,13 +183,13 @@ class Checkpointing(PartCheckpoints):
         """Return True if the state at a place is not in the last checkpoint and this rank can still write it."""
         if self._writer is None or (self._directory is not None and self._directory.is_lost):
             return False
-        return place != self.last or not (self._is_written or self._writer.is_writing)
+        return place != self.last or self._writer.has_failed
 
     def is_wanted_at_end(self, place: Place) -> bool:
         """Return True if `finish` would write a checkpoint on this rank."""
         if self._writer is None:
             return False
-        return self.is_newer(place) or (self._best is not None and self._best.needs_checkpoint(place[2]))
+        return self.is_newer(place) or self._writer.best.needs_checkpoint(place[2])
 
     def hold(self) -> None:
         """Lock the directory again, on the rank that writes; see `RunDirectory.hold`."""
@@ -235,12 +226,13 @@ class Checkpointing(PartCheckpoints):
                 self.hosts.offer(occasion)
             return
         self._events.raise_for_listener()
-        if self._best is not None and self._best.has_candidate:
-            if due is not False and self._best.needs_checkpoint(place[2]):
+        best = self._writer.best
+        if best.has_candidate:
+            if due is not False and best.needs_checkpoint(place[2]):
                 self.submit(place, capture, occasion)
                 return
             if not self._writer.is_writing:
-                self._best.record_written()
+                best.record_written()
         if due is None:
             due = self._asks_for_one(place, epoch_ended=epoch_ended, told=told)
         if due and place != self.last:
@@ -251,7 +243,7 @@ class Checkpointing(PartCheckpoints):
         """Return True if `save_if_due` would save on this rank."""
         if self._writer is None:
             return False
-        if self._best is not None and self._best.has_candidate and self._best.needs_checkpoint(place[2]):
+        if self._writer.best.has_candidate and self._writer.best.needs_checkpoint(place[2]):
             return True
         return self._asks_for_one(place, epoch_ended=epoch_ended)
 
@@ -291,25 +283,8 @@ class Checkpointing(PartCheckpoints):
             occasion: When other hosts offer their parts. None: this rank writes alone.
         """
         self.hold()
-        if self._writer is not None and self._directory is not None:
-            error = self._wait()
-            if error is not None:
-                self._events.warn(f"checkpoint not written: {error}")
-            write: Callable[[], CheckpointInfo] | None = None
-            if occasion is not None and not self.hosts.has_failed:
-                write = self.hosts.begin(occasion, capture)
-            self.hosts.has_failed = False
-            groups, document = ({}, {}) if write is not None else capture()
-            if self._best is not None:
-                self._best.writing(place[2])
-            self._is_written = False
-            if write is not None:
-                self._writer.start(place[2], write)
-            elif self._apart:
-                self._writer.start(place[2], partial(self._directory.store.write, place[2], groups, document))
-                self._writer.join()
-            else:
-                self._writer.submit(place[2], groups, document)
+        if self._writer is not None:
+            self._writer.submit(place, capture, occasion)
         self._rule.begin(place)
 
     def save_tag(self, tag: str, place: Place, capture: Callable[[], Snapshot]) -> None:
@@ -329,7 +304,7 @@ class Checkpointing(PartCheckpoints):
             if self._writer is not None:
                 started_s = time.monotonic()
                 self.hold()
-                self._join()
+                self._writer.join()
                 info = None if occasion is None else self.hosts.write(occasion, capture)
                 if info is None:
                     groups, document = capture()
@@ -359,14 +334,14 @@ class Checkpointing(PartCheckpoints):
             if occasion is not None:
                 self.hosts.offer(occasion)
             if self._writer is not None:
-                error = self._wait()
-                due = self._best is not None and self._best.needs_checkpoint(place[2])
+                error = self._writer.wait()
+                due = self._writer.best.needs_checkpoint(place[2])
                 if place != self.last or (retry and (error is not None or due)):
                     self.submit(place, capture, occasion)
-                    error = self._wait()
+                    error = self._writer.wait()
                     if self.hosts.has_failed:
                         self.submit(place, capture)
-                        error = self._wait()
+                        error = self._writer.wait()
                 if error is not None:
                     raise error
         self.hosts.withdraw()
@@ -378,44 +353,5 @@ class Checkpointing(PartCheckpoints):
 
         A failure becomes a warning event.
         """
-        if self._directory is None or self._writer is None or self._directory.is_lost:
-            return
-        error = self._wait()
-        if error is not None:
-            self._events.warn(f"checkpoint not written: {error}")
-        elif place == self.last:
-            return
-        started_s = time.monotonic()
-        try:
-            self.hold()
-            groups, document = capture()
-            if self._best is not None:
-                self._best.writing(place[2])
-            info = self._directory.store.write(place[2], groups, document)
-            self._on_written(info, time.monotonic() - started_s)
-            self._directory.store.prune(self._policy.keep)
-        except CheckpointError as error:
-            self._events.warn(f"checkpoint not written: {error}")
-        else:
-            self._events.raise_for_listener()
-
-    def _join(self) -> None:
-        """Wait until no write is in progress, while other ranks wait for this one."""
-        assert self._writer is not None
-        with self.hosts.awaited():
-            self._writer.join()
-
-    def _wait(self) -> CheckpointError | None:
-        """Wait until no write is in progress, and return the error of the last one, once."""
-        assert self._writer is not None
-        self._join()
-        error = self._writer.poll()
-        if self._best is not None:
-            self._best.settle(error)
-        return error
-
-    def _on_written(self, info: CheckpointInfo, seconds: float) -> None:
-        if self._best is not None:
-            self._best.written(info.step)
-        self._is_written = True
-        self._events.tell_in_background(info, seconds)
+        if self._writer is not None and self._directory is not None and not self._directory.is_lost:
+            self._writer.rescue(place, capture, last=self.last)

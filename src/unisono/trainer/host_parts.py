@@ -35,7 +35,7 @@ from unisono.trainer.save_announcement import SaveAnnouncement
 from unisono.trainer.save_rule import Place
 from unisono.trainer.snapshot import Subjects, capture_trained
 
-__all__ = ["HostParts", "Occasion"]
+__all__ = ["HostParts", "Occasion", "Snapshot"]
 
 _PATIENCE_S = 2.0
 """Seconds for which a part is offered after the program of this process has ended."""
@@ -43,6 +43,7 @@ _AWAITED_S = 10.0
 """Seconds for which others wait for rank 0 while it waits for a part: fewer than launchers give a process to end."""
 
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
+"""The state of a run as a checkpoint has it: tensors by group and name, and the document."""
 
 
 _ASKING, _ENDING = 0, 1

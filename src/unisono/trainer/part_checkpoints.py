@@ -23,9 +23,8 @@ from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.increments import BaseFile
 from unisono.state.part_writing import PartsError
 from unisono.state.policy import Checkpoints
-from unisono.state.writer import BackgroundWriter
-from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.checkpoint_events import CheckpointEvents
+from unisono.trainer.checkpoint_writer import CheckpointWriter
 from unisono.trainer.host_parts import HostParts
 from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, completion, fail
 from unisono.trainer.run_directory import RunDirectory
@@ -52,23 +51,13 @@ class PartCheckpoints(ABC):
     _world: World
     _rule: SaveRule
     _directory: RunDirectory | None
-    _writer: BackgroundWriter | None
-    _best: BestCheckpoint | None
+    _writer: CheckpointWriter | None
     _events: CheckpointEvents
-    _is_written: bool
     hosts: HostParts
 
     @abstractmethod
     def hold(self) -> None:
         """Lock the directory again, on the rank that writes."""
-
-    @abstractmethod
-    def _join(self) -> None:
-        """Wait until no write is in progress."""
-
-    @abstractmethod
-    def _wait(self) -> CheckpointError | None:
-        """Wait until no write is in progress, and return the error of the last one, once."""
 
     def save_parts(
         self,
@@ -115,8 +104,8 @@ class PartCheckpoints(ABC):
                     begun.work.close()
             complete: Callable[[], CheckpointInfo] | None = None
             if part is not None and begun.work is not None:
-                assert self._best is not None
-                then = partial(self._best.writing, place[2]) if tag is None else lambda: None
+                assert self._writer is not None
+                then = partial(self._writer.best.writing, place[2]) if tag is None else lambda: None
                 gives_up = self.hosts.patience()
                 complete = completion(self._directory.store, begun.work, part, capture, then=then, gives_up=gives_up)
             if tag is not None:
@@ -124,7 +113,6 @@ class PartCheckpoints(ABC):
                 return True
             if complete is not None:
                 assert self._writer is not None
-                self._is_written = False
                 self._writer.start(place[2], complete)
             elif part is not None:
                 saving.start(part)
@@ -142,9 +130,10 @@ class PartCheckpoints(ABC):
             if tag is None:
                 self._events.raise_for_listener()
             self.hold()
-            if tag is None and (earlier := self._wait()) is not None:
+            assert self._writer is not None
+            if tag is None and (earlier := self._writer.wait()) is not None:
                 self._events.warn(f"checkpoint not written: {earlier}")
-            self._join()
+            self._writer.join()
             try:
                 work = store.begin_parts(place[2], tag=tag)
             except CheckpointError as error:
@@ -175,5 +164,4 @@ class PartCheckpoints(ABC):
     def _fail_to_write(self, place: Place, error: CheckpointError) -> None:
         """Note on rank 0 that a checkpoint cannot be written."""
         if self._writer is not None:
-            self._is_written = False
             self._writer.start(place[2], partial(fail, error))
