@@ -19,13 +19,12 @@ from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.zero_memory import zero_memory
 from unisono.errors import CheckpointError
-from unisono.text import a_type, name_ranks
+from unisono.parallel.state_parts import PartHeads
 
 __all__ = ["RowLoading", "rows_of_rank"]
 
 _FORM = "unisono rows"
 _VERSION = 1
-_GIVE = "give load_state_dict what state_dict returned on each rank, all at one moment"
 _CHUNK_ROWS = 1 << 20
 
 _Module = RowTable | BagTable
@@ -59,11 +58,7 @@ def rows_of_rank(
         }
         tables.append(table)
     return {
-        "form": _FORM,
-        "version": _VERSION,
-        "rank": rank,
-        "ranks": ranks,
-        "steps": steps,
+        **PartHeads.make(_FORM, _VERSION, rank=rank, ranks=ranks, steps=steps),
         "tables": tables,
         "settings": [] if rank else [_hyperparameters(group) for group in optimizer.param_groups],
     }
@@ -84,10 +79,6 @@ class RowLoading:
         self._modules, self._optimizer = {module.name: module for module in modules}, optimizer
         self._stale: dict[str, Tensor] = {}
         """By table, True for each row that had values before, and has not been loaded."""
-        self._head: tuple[int, int] | None = None
-        """The number of ranks, and of steps."""
-        self._ranks: set[int] = set()
-        self._state_steps: dict[str, int | None] = {}
 
     @torch.no_grad()
     def load(self, parts: Iterable[Any]) -> int:
@@ -96,42 +87,22 @@ class RowLoading:
         Raises:
             CheckpointError: They are no parts, not all parts of one state, or those of other tables.
         """
+        heads = PartHeads(_FORM, _VERSION, what=" of tables", otherwise="write the rows with export_rows")
         for part in parts:
+            heads.add(part)
             self._check(part)
-            if len(self._ranks) == 1:
+            if heads.count == 1:
                 self._begin()
             for table in part["tables"]:
                 self._load_rows(table)
             if not part["rank"]:
                 self._load_rest(part)
-        if self._head is None:
-            raise CheckpointError(f"there are no parts: {_GIVE}")
-        ranks, steps = self._head
-        missing = sorted({*range(ranks)} - self._ranks)
-        if missing:
-            raise CheckpointError(
-                f"the state is that of {ranks} ranks, and the parts of {name_ranks(missing)} are missing: {_GIVE}"
-            )
+        steps = heads.complete()
         for name, module in self._modules.items():
             self._write(module, self._stale[name].nonzero().view(-1), 0)
         return steps
 
-    def _check(self, part: Any) -> None:
-        if not isinstance(part, Mapping) or part.get("form") != _FORM:
-            raise CheckpointError(f"{a_type(part)} among the parts is not one of tables: {_GIVE}")
-        if part["version"] != _VERSION:
-            raise CheckpointError(
-                f"a part has version {part['version']} of the form, and this version of unisono reads {_VERSION}: load "
-                "it with the one that wrote it, and write the rows with export_rows"
-            )
-        head = part["ranks"], part["steps"]
-        if self._head is not None and head != self._head:
-            raise CheckpointError(
-                f"there is a part of {self._head[0]} ranks after {self._head[1]} steps, and one of {head[0]} ranks "
-                f"after {head[1]}: {_GIVE}, into a directory of its own"
-            )
-        if part["rank"] in self._ranks:
-            raise CheckpointError(f"the part of rank {part['rank']} is there twice: {_GIVE}")
+    def _check(self, part: Mapping[str, Any]) -> None:
         own, saved = [*map(_settings_of, self._modules.values())], [_settings_of(table) for table in part["tables"]]
         if own != saved:
             names = [table["name"] for table in own], [table["name"] for table in saved]
@@ -145,8 +116,6 @@ class RowLoading:
                 f"the tables {names[1]}, and the loop {names[0]}",
             )
             raise CheckpointError(f"the parts have {what}: load parts of the same tables")
-        self._head = head
-        self._ranks.add(part["rank"])
 
     def _begin(self) -> None:
         """Note which rows have values, and drop the state of the optimizer."""

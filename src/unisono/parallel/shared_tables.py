@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.arguments import choice
-from unisono.collectives.construction import construct_on_all
-from unisono.collectives.group import known_group
 from unisono.collectives.world import World
 from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.row_map import RowMap
@@ -32,16 +29,15 @@ from unisono.engine.row_exchange import RowExchange, by_table
 from unisono.engine.rowed_tensors import NamedTensors
 from unisono.engine.step_fingerprint import StepFingerprint, intent_of_call
 from unisono.engine.step_transaction import StepTransaction
-from unisono.errors import CheckpointError, RankMismatchError, UnisonoError
-from unisono.mismatch import Document, by_value
+from unisono.errors import UnisonoError
+from unisono.mismatch import Document
 from unisono.parallel.row_parts import RowLoading, rows_of_rank
+from unisono.parallel.state_parts import load_on_all, refuse_single_part
 from unisono.text import a_type
 
 __all__ = ["SharedTables", "share_tables"]
 
 _ENGINES = ("auto", "shared", "collective")
-_ERRORS_OF_FILES = (TypeError, ValueError, CheckpointError, OSError, RuntimeError, EOFError, UnpicklingError)
-"""Errors that reading parts may raise."""
 _PARTLY_LOADED = (
     "load_state_dict of the shared tables failed, on this rank or another one, when some rows may have been replaced: "
     "load a whole state before"
@@ -221,14 +217,10 @@ class SharedTables:
             RankMismatchError: On all ranks, if they have loaded different states.
             PeerError: Another rank could not load them.
         """
-        if isinstance(parts, Mapping):
-            raise TypeError(
-                "parts is a dict, as of one rank: give load_state_dict a list of what state_dict returned on all ranks"
-            )
+        refuse_single_part(parts)
         if self._exchange is not None:
             self._exchange.drain()
         self._settle()
-        world = self._world
 
         def load() -> int:
             self._obstacle = _PARTLY_LOADED
@@ -236,21 +228,7 @@ class SharedTables:
 
         try:
             self._compare("load_state_dict")  # no rank reads rows of others any more
-            if world.group is None:
-                self.steps = load()
-            else:
-                self.steps, everyone = construct_on_all(
-                    known_group(world.group),
-                    "shared.load_state_dict",
-                    load,
-                    lambda steps: steps,
-                    errors=_ERRORS_OF_FILES,
-                )
-                if len({*everyone}) > 1:
-                    told = by_value({rank: f"one after {steps} steps" for rank, steps in enumerate(everyone)})
-                    raise RankMismatchError(
-                        f"ranks have loaded different states: {told}. Give all ranks the same parts"
-                    )
+            self.steps = load_on_all(self._world, "shared.load_state_dict", load)
             self._obstacle = None
         finally:
             self._begin()

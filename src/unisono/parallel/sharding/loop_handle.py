@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pickle import UnpicklingError
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from unisono.arguments import flag, real
-from unisono.collectives.construction import construct_on_all
-from unisono.collectives.group import known_group
 from unisono.collectives.world import World
 from unisono.engine.step_fingerprint import intent_of_call
-from unisono.errors import CheckpointError, RankMismatchError, UnisonoError
-from unisono.mismatch import by_value
+from unisono.errors import UnisonoError
 from unisono.parallel.model_handle import ModelHandle
 from unisono.parallel.sharding.divided_model import Caller, DividedModel
 from unisono.parallel.sharding.gathering import gather_state
@@ -27,6 +23,7 @@ from unisono.parallel.sharding.loop_guards import LoopGuards
 from unisono.parallel.sharding.loop_parts import PartLoading, own_part
 from unisono.parallel.sharding.loop_setup import LoopArguments
 from unisono.parallel.sharding.loop_step import LoopSteps
+from unisono.parallel.state_parts import load_on_all, refuse_single_part
 from unisono.text import a_type
 
 __all__ = ["Sharded"]
@@ -46,8 +43,6 @@ _PARTLY_LOADED = (
     "sharded.load_state_dict failed, on this rank or another one, when some values may have been replaced: load a "
     "whole state before"
 )
-_ERRORS_OF_FILES = (TypeError, ValueError, CheckpointError, OSError, RuntimeError, EOFError, UnpicklingError)
-"""Errors that reading parts may raise."""
 
 
 class Sharded(ModelHandle):
@@ -330,10 +325,7 @@ class Sharded(ModelHandle):
             PeerError: Another rank could not load them.
             RankMismatchError: Ranks have loaded different states.
         """
-        if isinstance(parts, Mapping):
-            raise TypeError(
-                "parts is a dict, as of one rank: give load_state_dict a list of what state_dict returned on all ranks"
-            )
+        refuse_single_part(parts)
         self._enter("load_state_dict")
 
         def load() -> int:
@@ -341,18 +333,7 @@ class Sharded(ModelHandle):
             return PartLoading(self._model, self._optimizers, self._division).load(parts)
 
         try:
-            if self._world.group is None:
-                self._steps.count = load()
-            else:
-                group = known_group(self._world.group)
-                self._steps.count, everyone = construct_on_all(
-                    group, "sharded.load_state_dict", load, lambda steps: steps, errors=_ERRORS_OF_FILES
-                )
-                if len({*everyone}) > 1:
-                    told = by_value({rank: f"one after {steps} steps" for rank, steps in enumerate(everyone)})
-                    raise RankMismatchError(
-                        f"ranks have loaded different states: {told}. Give all ranks the same parts"
-                    )
+            self._steps.count = load_on_all(self._world, "sharded.load_state_dict", load)
             self._obstacle = None
         finally:
             self._phase = "between steps"

@@ -18,13 +18,12 @@ from unisono.engine.model_contents import member_name, plain_name
 from unisono.engine.norm import dense_strides, in_memory_order
 from unisono.engine.sharded import Division
 from unisono.errors import CheckpointError
-from unisono.text import a_type, name_ranks
+from unisono.parallel.state_parts import PartHeads
 
 __all__ = ["PartLoading", "own_part"]
 
 _FORM = "unisono part"
 _VERSION = 1
-_GIVE = "give load_state_dict what state_dict returned on each rank, all at one moment"
 
 
 class _DividedParameter(NamedTuple):
@@ -97,11 +96,7 @@ def own_part(
         for name, optimizer in optimizers.items()
     ]
     return {
-        "form": _FORM,
-        "version": _VERSION,
-        "rank": rank,
-        "ranks": ranks,
-        "steps": steps,
+        **PartHeads.make(_FORM, _VERSION, rank=rank, ranks=ranks, steps=steps),
         "weights": weights,
         "optimizer": states,
         "buffers": {name: b.detach().clone() for name, b in _buffers(model).items()} if not rank else {},
@@ -127,9 +122,6 @@ class PartLoading:
         self._states = _state_places(model, optimizers, division)
         self._loaded: dict[tuple[str, int], int] = {}
         """How many elements were loaded of each place, by the parameter and its first element."""
-        self._head: tuple[int, int] | None = None
-        """The number of ranks, and of steps."""
-        self._ranks: set[int] = set()
 
     @torch.no_grad()
     def load(self, parts: Iterable[Any]) -> int:
@@ -139,44 +131,19 @@ class PartLoading:
             CheckpointError: They are no parts, not all parts of one state, or those of another model or optimizer.
         """
         self._replace_state()  # so that there is no memory for two of them
+        heads = PartHeads(_FORM, _VERSION, otherwise="save it in sharded.whole()")
         for part in parts:
-            self._check(part)
+            heads.add(part)
             for each in part["weights"]:
                 self._load_weight(each)
             for each in part["optimizer"]:
                 self._load_state(each)
             if not part["rank"]:
                 self._load_rest(part)
-        if self._head is None:
-            raise CheckpointError(f"there are no parts: {_GIVE}")
-        ranks, steps = self._head
-        missing = sorted({*range(ranks)} - self._ranks)
-        if missing:
-            raise CheckpointError(
-                f"the state is that of {ranks} ranks, and the parts of {name_ranks(missing)} are missing: {_GIVE}"
-            )
+        steps = heads.complete()
         self._check_complete()
         self._replace_state()
         return steps
-
-    def _check(self, part: Any) -> None:
-        if not isinstance(part, Mapping) or part.get("form") != _FORM:
-            raise CheckpointError(f"{a_type(part)} among the parts is not one: {_GIVE}")
-        if part["version"] != _VERSION:
-            raise CheckpointError(
-                f"a part has version {part['version']} of the form, and this version of unisono reads {_VERSION}: load "
-                "it with the one that wrote it, and save it in sharded.whole()"
-            )
-        head = part["ranks"], part["steps"]
-        if self._head is not None and head != self._head:
-            raise CheckpointError(
-                f"there is a part of {self._head[0]} ranks after {self._head[1]} steps, and one of {head[0]} ranks "
-                f"after {head[1]}: {_GIVE}, into a directory of its own"
-            )
-        if part["rank"] in self._ranks:
-            raise CheckpointError(f"the part of rank {part['rank']} is there twice: {_GIVE}")
-        self._head = head
-        self._ranks.add(part["rank"])
 
     def _load_weight(self, each: Mapping[str, Any]) -> None:
         name = each["name"]
