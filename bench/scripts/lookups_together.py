@@ -39,7 +39,8 @@ class _Clicks(nn.Module):
         self.tables, self.top = tables, nn.Linear(_DIM * len(tables), _CLASSES)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.top(torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables.values())], 1))
+        found: Tensor = self.top(torch.cat([table(ids[:, k]) for k, table in enumerate(self.tables.values())], 1))
+        return found
 
 
 def _side(tables: int, data: TensorDataset, *, named: bool) -> Callable[[], float]:

@@ -42,7 +42,7 @@ def _ours(rows: int, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], float
     def step() -> float:
         start = perf_counter()
         ids, labels = batches[shared.steps % _BATCHES]
-        F.cross_entropy(dense(tables["item"](ids)), labels).backward()
+        F.cross_entropy(dense(tables["item"](ids)), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         shared.step()
         optimizer.zero_grad()
@@ -63,7 +63,7 @@ def _peer(rows: int, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], float
     def step() -> float:
         start = perf_counter()
         ids, labels = batches[done[0] % _BATCHES]
-        F.cross_entropy(model(ids), labels).backward()
+        F.cross_entropy(model(ids), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         done[0] += 1
