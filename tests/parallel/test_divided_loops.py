@@ -88,6 +88,7 @@ def test_mistakes_are_told(fork_ranks):
         "ValueError: table 'item' has copies=2, from which a Trainer replaces a rank that dies",
         'ValueError: engine="collective" divides the rows over ranks: make the tables with divided=True',
         "ValueError: engine='gpu' must be one of",
+        "ValueError: table 'item' is on meta, and ranks keep shared rows in memory of the CPU",
     ):
         assert expected in told, f"{expected}\n{told}"
     assert told.endswith("done")

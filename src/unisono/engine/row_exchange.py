@@ -174,8 +174,8 @@ class RowExchange:
         self._announced = {}
         if is_step:
             self._announced, self._next_announced = self._next_announced, {}
-        if is_step and self.updates is not None:
-            self.updates.forget()
+            if self.updates is not None:
+                self.updates.forget()
 
     @torch.no_grad()
     def look_up(self, number: int, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,14 +223,14 @@ class RowExchange:
     def fetch(self, lookups: Mapping[int, Tensor]) -> None:
         """Bring the rows of others that the step at hand will look up, in one round. Every rank must call it, or drain.
 
-        Until the next step, lookups are not rounds any more.
+        Until the next step, lookups are not rounds any more. In an evaluation they are none anyhow, and may go on.
 
         Args:
             lookups: See `announce`. Other ids cannot be looked up if rows of others are needed for them.
         """
         self._is_complete = False
         self._bring(lookups)
-        self._is_complete = True
+        self._is_complete = self._keeps
 
     def drain(self) -> None:
         """Answer other ranks until all are through. Every rank must call it, once after each `begin`, or more often."""

@@ -146,7 +146,7 @@ class RowLoading:
     def _write(
         self, module: _Module, rows: Tensor, weight: Tensor | int, state: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Write rows and their state; None: zeros, also."""
+        """Write rows, and their state; None: zeros for that."""
         module.weight.detach()[rows] = weight
         for key, value in _rowed_state(self._optimizer, module).items():
             value[rows] = 0 if state is None else state[key]

@@ -59,13 +59,20 @@ def share_tables(tables: Tables, *, engine: EngineKind = "auto") -> SharedTables
 
     Raises:
         TypeError: It is no `Tables`.
-        ValueError: The ranks cannot share memory, as on several hosts, and the tables cannot be divided.
+        ValueError: The ranks cannot share memory, as on several hosts, and the tables cannot be divided; or a table is
+            not on the CPU.
         RankMismatchError: The ranks have other tables, or update rows in another way.
         PeerError: Another rank does not come.
     """
     if not isinstance(tables, Tables):
         raise TypeError(f"tables is {a_type(tables)}; give the object that unisono.embedding.Tables(...) has made")
     choice("engine", engine, _ENGINES)
+    for module in tables_in([tables]).values():
+        if module.weight.device.type != "cpu":
+            raise ValueError(
+                f"table {module.name!r} is on {module.weight.device}, and ranks keep shared rows in memory of the CPU: "
+                "leave the tables there"
+            )
     return SharedTables(tables, engine)
 
 

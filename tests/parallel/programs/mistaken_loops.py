@@ -87,6 +87,11 @@ def mistakes():
     told(lambda: share_tables(make(copies=2), engine="collective"))
     told(lambda: share_tables(make(divided=False), engine="collective"))
     told(lambda: share_tables(make(), engine="gpu"))
+    told(lambda: share_tables(make().to("meta")))
+    with shared.evaluation():  # where rows that were not named come, too
+        shared.fetch({"item": torch.arange(10)})
+        tables["item"](torch.arange(10 + 5000 * rank).view(1, -1))
+    step(tables, shared, 5)
 
 
 def fresh_part():
