@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from unisono.engine.base import Trained, refuse_sparse
 from unisono.engine.gradient_hooks import on_gradient
-from unisono.engine.node_sums import Gradients, NodeSum, add, add_one, take
+from unisono.engine.gradient_sum import GradientSum, twice_in_one_backward
+from unisono.engine.node_sums import Gradients, NodeSum, add_one, take
 from unisono.engine.sparse_tables import TableSums
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import NOTHING, TotalsRow, Wants, add_rows, row_of
 from unisono.engine.tree_all_reduce import NodeLayout, NodeLayouts
-from unisono.errors import LossError
 
 __all__ = ["GradientAccumulation"]
 
@@ -36,8 +36,10 @@ class GradientAccumulation(ABC):
         *,
         rank: int,
         overlap: bool,
+        streams: bool = True,
     ) -> None:
-        self._optimizer, self._modules, self._overlap = optimizer, modules, overlap
+        self._optimizer, self._modules = optimizer, modules
+        self._overlap, self._streams = overlap, overlap and streams
         self._layouts, self._rank = layouts, rank
         self._layout = NodeLayout((), 0)
         self._step = StepTransaction()
@@ -46,7 +48,7 @@ class GradientAccumulation(ABC):
         self._trained = Trained((), ())
         """The parameters with dense gradients; the others are in `_tables`."""
         self._tables = TableSums(self._trained)
-        self._sums: list[NodeSum[Gradients]] = []
+        self._sums: list[GradientSum] = []
         self._totals: list[NodeSum[TotalsRow]] = []
         self._used: list[list[bool]] = []
         """For each node and parameter, True if the parameter got a gradient there."""
@@ -67,8 +69,11 @@ class GradientAccumulation(ABC):
     ) -> None:
         """Add a leaf's totals; if it is this rank's last leaf, let hooks take its gradients; see `Engine`."""
         row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
-        self._totals[self._node_of(leaf)].push(leaf, row)
+        i = self._node_of(leaf)
+        self._totals[i].push(leaf, row)
         self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
+        if not self._streaming:
+            self._sums[i].resume(leaf, self._trained.parameters)
 
     def close_leaf(self, leaf: int) -> None:
         """Add the gradients of one leaf; see `Engine`."""
@@ -76,25 +81,26 @@ class GradientAccumulation(ABC):
         if self._tables.exist:
             self._tables.close_leaf(leaf)
         i = self._node_of(leaf)
-        is_last = leaf == self._sums[-1].node.stop - 1
-        if is_last and (self._hooks or self._sums[-1].stack):
-            for index, p in enumerate(self._trained.parameters):
-                if not self._settled[index]:
-                    gradient, p.grad = p.grad, None
-                    self._add_last_leaf(index, gradient)
-            return
-        gradients = take(self._trained.parameters)
-        refuse_sparse(self._trained.names, gradients)
-        if is_last:
+        names, parameters = self._trained
+        if leaf == self._sums[-1].node.stop - 1:
+            self._sums[-1].settle(names, parameters)
+            if self._hooks or self._sums[-1].stack:
+                for index, p in enumerate(parameters):
+                    if not self._settled[index]:
+                        gradient, p.grad = p.grad, None
+                        self._add_last_leaf(index, gradient)
+                return
+            gradients = take(parameters)
+            refuse_sparse(names, gradients)
             self._used[i] = [gradient is not None for gradient in gradients]
             self._settled = [True] * len(gradients)
             self._store_leaf(gradients)
             return
-        self._sums[i].push(leaf, gradients)
+        self._sums[i].close_leaf(leaf, names, parameters)
         if leaf == self._sums[i].node.stop - 1:
             self._used[i] = [gradient is not None for gradient in self._sums[i].total()]
             self._store_node(i)
-            self._sums[i].stack = []
+            self._sums[i].clear()
 
     def close(self) -> None:
         """Release the parameters; see `Engine`."""
@@ -115,10 +121,10 @@ class GradientAccumulation(ABC):
             self._tables.begin(layout)
         if layout is not self._layout:
             self._layout = layout
-            self._sums = [NodeSum(node, add=add) for node in nodes]
+            self._sums = [GradientSum(node, resumes=self._overlap) for node in nodes]
             self._totals = [NodeSum(node, add=add_rows) for node in nodes]
         for i in range(len(nodes)):
-            self._sums[i].stack.clear()
+            self._sums[i].clear()
             self._totals[i].stack.clear()
         self._used = [[False] * len(self._trained.parameters) for _ in nodes]
         self._settled = [False] * len(self._trained.parameters)
@@ -137,11 +143,7 @@ class GradientAccumulation(ABC):
         if not self._streaming:
             return
         if self._settled[index]:
-            raise LossError(
-                f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time "
-                "after the first had been taken. Re-entrant activation checkpointing does that: call checkpoint with "
-                "use_reentrant=False, or give the Trainer overlap=False."
-            )
+            raise twice_in_one_backward(self._trained.names[index])
         gradient, parameter.grad = parameter.grad, None
         self._add_last_leaf(index, gradient)
 

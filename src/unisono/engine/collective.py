@@ -92,12 +92,13 @@ class CollectiveEngine(GradientAccumulation):
         *,
         virtual_ranks: int,
         overlap: bool = True,
+        streams: bool = True,
         hosts: HostRanks | None = None,
         several_hosts: bool = False,
         exchange: RowExchange | None = None,
     ) -> None:
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
-        super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
+        super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap, streams=streams)
         self._comparison, self._world, self._hosts = comparison, world, hosts
         self._exchange = exchange
         self._limit_nbytes = _BUCKET_NBYTES
@@ -263,7 +264,7 @@ class CollectiveEngine(GradientAccumulation):
                 dtype=bucket.dtype,
                 device=bucket.device,
             )
-        if self._overlap:
+        if self._streams:
             self._hook()
 
     def _store_sum(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:

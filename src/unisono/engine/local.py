@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine.base import Preparation, Trained, refuse_sparse
-from unisono.engine.node_sums import NodeSum, add, drop, take
+from unisono.engine.gradient_sum import GradientSum
+from unisono.engine.node_sums import NodeSum, drop
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import NOTHING, Totals, Wants, add_rows, numbers_of, row_of, totals_of
@@ -25,13 +26,13 @@ class LocalEngine:
 
     divides_update = sends_early = False
 
-    def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        self._optimizer, self._modules = optimizer, modules
+    def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module], *, resumes: bool) -> None:
+        self._optimizer, self._modules, self._resumes = optimizer, modules, resumes
         self._given = self._trained = Trained((), ())
         self._tables = TableSums(Trained((), ()))
         self._step = StepTransaction()
         self._leaves = 0
-        self._gradients = NodeSum(Node(0, 0), add=add)
+        self._gradients = GradientSum(Node(0, 0), resumes=resumes)
         self._totals = NodeSum(Node(0, 0), add=add_rows)
         self._only: tuple[Tensor, float, bool, bool, Wants] | None = None
         """The totals of a single leaf, with its loss still on the device."""
@@ -48,8 +49,9 @@ class LocalEngine:
         self._step = step
         if leaves != self._leaves:
             self._leaves = leaves
-            self._gradients, self._totals = NodeSum(Node(0, leaves), add=add), NodeSum(Node(0, leaves), add=add_rows)
-        self._gradients.stack.clear()
+            self._gradients = GradientSum(Node(0, leaves), resumes=self._resumes)
+            self._totals = NodeSum(Node(0, leaves), add=add_rows)
+        self._gradients.clear()
         self._totals.stack.clear()
         drop(trained.parameters)
         if self._tables.exist:
@@ -71,13 +73,12 @@ class LocalEngine:
         else:
             row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
             self._totals.push(leaf, row)
+            self._gradients.resume(leaf, self._trained.parameters)
 
     def close_leaf(self, leaf: int) -> None:
         """Add the gradients of one leaf; see `Engine`."""
         if self._leaves > 1:
-            gradients = take(self._trained.parameters)
-            refuse_sparse(self._trained.names, gradients)
-            self._gradients.push(leaf, gradients)
+            self._gradients.close_leaf(leaf, *self._trained)
         else:
             refuse_sparse(self._trained.names, [p.grad for p in self._trained.parameters])
         if self._tables.exist:

@@ -64,7 +64,9 @@ class EngineFactory:
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
         self.runtime = runtime
         """The shared memory of the ranks; None if they have none, as on several hosts."""
-        self._virtual_ranks, self._overlap, self._protect = virtual_ranks, overlap, protect
+        self._virtual_ranks, self._protect = virtual_ranks, protect
+        self.overlap = overlap
+        """If False, no gradient is added or taken before backward has ended."""
         self._hosts, self._several_hosts = hosts, several_hosts
         self.workers: Workers | None = None
         """The workers that train on their own; None where each step has the gradient of all. Set before any engine."""
@@ -131,11 +133,16 @@ class EngineFactory:
     def _make(self, optimizer: Optimizer) -> Engine:
         if self.workers is not None:
             return LocalStepsEngine(
-                self.workers, self._world, self.comparison, self.all_reduce, virtual_ranks=self._virtual_ranks
+                self.workers,
+                self._world,
+                self.comparison,
+                self.all_reduce,
+                virtual_ranks=self._virtual_ranks,
+                overlap=self.overlap,
             )
         if self._world.group is None and self._shared is None:
-            return LocalEngine(optimizer, self._modules)
-        virtual_ranks, overlap = self._virtual_ranks, self._overlap
+            return LocalEngine(optimizer, self._modules, resumes=self.overlap)
+        virtual_ranks, overlap = self._virtual_ranks, self.overlap
         if self._shared is not None:
             return SharedEngine(
                 optimizer,
@@ -184,7 +191,7 @@ def select_engines(
 
     Args:
         kind: The engine to use if there are several ranks.
-        overlap: If False, no gradient is taken before backward has ended.
+        overlap: If False, no gradient is added or taken before backward has ended.
         protect: If True, the shared-memory engine can undo an update in which a rank dies, at a small cost.
 
     Raises:

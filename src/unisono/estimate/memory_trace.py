@@ -173,7 +173,8 @@ def run_leaves(
         stack: list[Gradients] = []
         for leaf in range(node.start, node.stop):
             is_last = i == len(nodes) - 1 and leaf == node.stop - 1
-            gradients: Gradients = {}
+            resumes = micro_batches == 1 and not (is_last and sink.streams)
+            gradients, merges = open_leaf(stack, leaf, node, resumes=resumes)
 
             def complete(parameter: int, gradients: Gradients = gradients, stack: list[Gradients] = stack) -> None:
                 add_last_leaf(trace, parameter, gradients.pop(parameter, None), stack, sink)
@@ -189,14 +190,29 @@ def run_leaves(
                 for parameter in [*gradients]:
                     complete(parameter)
                 continue
-            push(trace, stack, gradients, leaf, node)
+            push(trace, stack, gradients, merges)
             if leaf == node.stop - 1:
                 sink.node(i, stack.pop())
 
 
-def push(trace: MemoryTrace, stack: list[Gradients], gradients: Gradients, leaf: int, node: Node) -> None:
-    """Add the gradients of a leaf, in place on earlier sums; see `engine.node_sums.NodeSum`."""
-    for _ in range(merges_after(leaf, node)):
+def open_leaf(stack: list[Gradients], leaf: int, node: Node, *, resumes: bool) -> tuple[Gradients, int]:
+    """Return what the backward pass of a leaf adds to, and how many sums are added to the result afterwards.
+
+    Args:
+        stack: The sums so far, of which one may be taken.
+        leaf: The leaf.
+        node: Its node.
+        resumes: True if autograd may do the first addition; see `engine.gradient_sum.GradientSum`.
+    """
+    merges = merges_after(leaf, node)
+    if resumes and merges:
+        return stack.pop(), merges - 1
+    return {}, merges
+
+
+def push(trace: MemoryTrace, stack: list[Gradients], gradients: Gradients, merges: int) -> None:
+    """Add the gradients of a leaf, in place on earlier sums."""
+    for _ in range(merges):
         left = stack.pop()
         for parameter, block in gradients.items():
             if parameter in left:

@@ -20,6 +20,7 @@ from unisono.estimate.memory_trace import (
     MicroBatchPasses,
     Update,
     add_last_leaf,
+    open_leaf,
     push,
 )
 from unisono.estimate.model_profile import StepRecord
@@ -187,6 +188,7 @@ def _run(share: RankShare, stage: StagePasses, actions: Sequence[Action], steps:
     """The passes of micro-batches, and what was received for them."""
     stack: list[Gradients] = []
     gradients: Gradients = {}
+    merges = 0
     for kind, _, micro_batch in actions:
         if kind == "forward":
             held = [trace.take(stage.entering_nbytes, ACTIVATIONS)]
@@ -199,6 +201,10 @@ def _run(share: RankShare, stage: StagePasses, actions: Sequence[Action], steps:
         if kind == "backward_input":
             passes.run(stage.for_inputs, gradients)
             continue
+        leaf = leaves[micro_batch // share.micro_batches]
+        number, node = next((i, node) for i, node in enumerate(share.nodes) if leaf < node.stop)
+        if not micro_batch % share.micro_batches:
+            gradients, merges = open_leaf(stack, leaf, node, resumes=share.micro_batches == 1)
         passes.run(stage.for_weights if kind == "backward_weight" else stage.backward, gradients)
         passes.end()
         for block in held:
@@ -206,13 +212,11 @@ def _run(share: RankShare, stage: StagePasses, actions: Sequence[Action], steps:
         del under_way[micro_batch]
         if (micro_batch + 1) % share.micro_batches:
             continue
-        leaf = leaves[micro_batch // share.micro_batches]
-        number, node = next((i, node) for i, node in enumerate(share.nodes) if leaf < node.stop)
         if leaf == leaves[-1] and not steps.is_alone:
             for parameter, block in gradients.items():
                 add_last_leaf(trace, parameter, block, stack, steps.sink)
         else:
-            push(trace, stack, gradients, leaf, node)
+            push(trace, stack, gradients, merges)
             if leaf == node.stop - 1 and not steps.is_alone:
                 steps.sink.node(number, stack.pop())
         gradients = {}

@@ -22,6 +22,7 @@ from unisono.estimate.memory_trace import (
     GradientSink,
     MemoryTrace,
     Update,
+    open_leaf,
     push,
     run_leaves,
 )
@@ -79,10 +80,10 @@ def in_one_process(share: RankShare) -> MemoryTrace:
         trace.give_all(total)
         stack: list[Gradients] = []
         for leaf in range(node.start, node.stop):
-            gradients: Gradients = {}
+            gradients, merges = open_leaf(stack, leaf, node, resumes=share.micro_batches == 1)
             for _ in range(share.micro_batches):
                 trace.passes(share.record, gradients)
-            push(trace, stack, gradients, leaf, node)
+            push(trace, stack, gradients, merges)
         (total,) = stack
         update()
         trace.give(batch)

@@ -39,6 +39,7 @@ def make_staged_engines(
         cut.ownership,
         base.comparison,
         virtual_ranks=virtual_ranks,
+        overlap=base.overlap,
         divisions=cut.divisions,
     )
 

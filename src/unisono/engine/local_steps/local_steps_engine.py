@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.world import World
-from unisono.engine.base import Preparation, Trained, refuse_sparse
+from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import BROKEN, ConsistencyCheck
+from unisono.engine.gradient_sum import GradientSum
 from unisono.engine.local_steps.workers import Workers
-from unisono.engine.node_sums import Gradients, NodeSum, add, drop, take
+from unisono.engine.node_sums import Gradients, NodeSum, drop, take
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, NOTHING, Totals, Wants, add_rows, as_tensor, numbers_of, row_of, totals_of
 from unisono.engine.tree_all_reduce import MakeAllReduce, NodeLayout, NodeLayouts
@@ -46,15 +47,16 @@ class LocalStepsEngine:
         make_all_reduce: MakeAllReduce,
         *,
         virtual_ranks: int,
+        overlap: bool,
     ) -> None:
         self._workers, self._world, self._comparison = workers, world, comparison
-        self._make_all_reduce = make_all_reduce
+        self._make_all_reduce, self._overlap = make_all_reduce, overlap
         self._layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         self._over_workers = NodeLayout.of(leaves=workers.count, world_size=world.size, virtual_ranks=workers.count)
         self._given = Trained((), ())
         self._step, self._layout = StepTransaction(), self._layouts.widest
         self._rows: list[NodeSum[Any]] = []
-        self._sums: dict[int, NodeSum[Gradients]] = {}
+        self._sums: dict[int, GradientSum] = {}
         self._weights: dict[int, float] = {}
         """By worker, the weight of its losses in this step."""
         self._gradients: dict[int, Gradients] = {}
@@ -85,7 +87,7 @@ class LocalStepsEngine:
         for worker in workers.own:
             first = worker * workers.leaves
             if (count := min(workers.leaves, leaves - first)) > 0:
-                self._sums[worker] = NodeSum(Node(0, count), add=add)
+                self._sums[worker] = GradientSum(Node(0, count), resumes=self._overlap)
                 self._weights[worker] = 0.0
         self._sent = False
         drop(workers.parameters)
@@ -107,16 +109,16 @@ class LocalStepsEngine:
         """Add a leaf's totals; see `Engine`."""
         row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
         next(each for each in self._rows if leaf < each.node.stop).push(leaf, row)
-        self._weights[leaf // self._workers.leaves] += weight
+        worker, place = divmod(leaf, self._workers.leaves)
+        self._weights[worker] += weight
+        self._sums[worker].resume(place, self._workers.parameters)
         if leaf == self._last:
             self._comparison.begin()
 
     def close_leaf(self, leaf: int) -> None:
         """Add the gradients of a leaf to its worker's, and let the parameters be the next worker's; see `Engine`."""
         worker, place = divmod(leaf, self._workers.leaves)
-        gradients = take(self._workers.parameters)
-        refuse_sparse(self._given.names, gradients)
-        self._sums[worker].push(place, gradients)
+        self._sums[worker].close_leaf(place, self._given.names, self._workers.parameters)
         if place == self._sums[worker].node.stop - 1 and worker + 1 in self._sums:
             self._workers.lend(worker + 1)
 

@@ -61,7 +61,8 @@ class ShardedEngine(GradientAccumulation):
         world: The ranks.
         division: The units of the model, and the state of its optimizers.
         virtual_ranks: Shares of a whole batch.
-        overlap: If False, no gradient is taken before backward has ended.
+        overlap: If False, no gradient is added or taken before backward has ended.
+        streams: If False, none is taken before that.
     """
 
     divides_update = True
@@ -76,9 +77,10 @@ class ShardedEngine(GradientAccumulation):
         *,
         virtual_ranks: int,
         overlap: bool,
+        streams: bool = True,
     ) -> None:
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
-        super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
+        super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap, streams=streams)
         self._world, self._division = world, division
         self._optimizers = parts_of(optimizer)
         self._places: list[tuple[int, int]] = []
@@ -229,7 +231,7 @@ class ShardedEngine(GradientAccumulation):
             device=self._world.device,
         )
         self._allocate()
-        if self._overlap:
+        if self._streams:
             self._hook()
 
     def _allocate(self) -> None:

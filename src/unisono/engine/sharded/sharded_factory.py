@@ -28,7 +28,7 @@ class ShardedEngineFactory:
         division: The units of the model.
         comparison: Compares what all ranks are about to do.
         virtual_ranks: Shares of a whole batch.
-        overlap: If False, no gradient is taken before backward has ended.
+        overlap: If False, no gradient is added or taken before backward has ended.
     """
 
     shares = False

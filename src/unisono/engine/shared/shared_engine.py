@@ -226,7 +226,7 @@ class SharedEngine(SharedGradients):
         self._updates, self._protection = parts.updates, parts.protection
         self._is_large, self._row_sets, self._gradients = work.is_large, work.row_sets, work.gradients
         self._rows = self._row_sets[0]
-        if self._overlap and work.is_large:
+        if self._streams and work.is_large:
             self._hook()
         give_memory_back()
 

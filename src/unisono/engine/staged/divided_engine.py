@@ -47,16 +47,18 @@ class DividedStagedEngine(StagedEngine):
         *,
         modules: Sequence[nn.Module],
         virtual_ranks: int,
+        overlap: bool,
     ) -> None:
         super().__init__(optimizer, ranks, {}, ownership)
-        self._divisions, self._modules, self._virtual_ranks = divisions, modules, virtual_ranks
+        self._divisions, self._modules = divisions, modules
+        self._virtual_ranks, self._overlap = virtual_ranks, overlap
         self._engines: dict[int, ShardedEngine] = {}
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`. The first one has found what stages have."""
         self._divisions.divide()
         if not self._engines:
-            # Without overlap, since shares of several stages are under way at once.
+            # Gradients are taken after backward, since shares of several stages are under way at once.
             self.stages = self._engines = {
                 stage: ShardedEngine(
                     self._optimizer,
@@ -64,7 +66,8 @@ class DividedStagedEngine(StagedEngine):
                     self._ranks.columns[stage],
                     division,
                     virtual_ranks=self._virtual_ranks,
-                    overlap=False,
+                    overlap=self._overlap,
+                    streams=False,
                 )
                 for stage, division in self._divisions.of_stage.items()
             }

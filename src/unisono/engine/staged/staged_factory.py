@@ -33,6 +33,7 @@ class StagedEngineFactory:
         ownership: Who has which parameter.
         comparison: Compares what all ranks are about to do.
         virtual_ranks: Shares of a whole batch.
+        overlap: If False, no gradient is added before backward has ended.
         divisions: The optimizers' state, divided over replicas; None: each replica has all of it.
     """
 
@@ -46,10 +47,11 @@ class StagedEngineFactory:
         comparison: ConsistencyCheck,
         *,
         virtual_ranks: int,
+        overlap: bool,
         divisions: StageDivisions | None = None,
     ) -> None:
         self._ranks, self._modules, self._ownership = ranks, modules, ownership
-        self._virtual_ranks, self._divisions = virtual_ranks, divisions
+        self._virtual_ranks, self._overlap, self._divisions = virtual_ranks, overlap, divisions
         self._made: list[Engine] = []
         self.comparison = comparison
 
@@ -69,6 +71,7 @@ class StagedEngineFactory:
                 self._ownership,
                 modules=self._modules,
                 virtual_ranks=self._virtual_ranks,
+                overlap=self._overlap,
             )
         else:
             engines = {stage: self._make(optimizer, stage) for stage in self._ranks.own_stages}
@@ -88,14 +91,15 @@ class StagedEngineFactory:
     def _make(self, optimizer: Optimizer, stage: int) -> Engine:
         column = self._ranks.columns[stage]
         if column.group is None:
-            return LocalEngine(optimizer, self._modules)
-        # Ranks have been compared before the first message of the step. Without overlap, since shares of several stages
-        # are under way at once.
+            return LocalEngine(optimizer, self._modules, resumes=self._overlap)
+        # Ranks have been compared before the first message of the step. Gradients are taken after backward: shares of
+        # several stages are under way at once.
         return CollectiveEngine(
             optimizer,
             self._modules,
             column,
             NoConsistencyCheck(),
             virtual_ranks=self._virtual_ranks,
-            overlap=False,
+            overlap=self._overlap,
+            streams=False,
         )
