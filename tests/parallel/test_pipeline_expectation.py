@@ -11,16 +11,25 @@ from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.expectation import expect, fastest, least_step, more_micro_batches
 from unisono.parallel.pipeline.schedule import StageCost, make_schedule
 from unisono.parallel.pipeline.schedule_timeline import simulate
+from unisono.parallel.pipeline.stage_link import NO_DELAY, StageLink
 
 
-def row(*seconds, state_nbytes=0, activation_nbytes=0):
+def row(*seconds, state_nbytes=0, activation_nbytes=0, entering_nbytes=0):
     return [
-        ModelSegment(f"{place}", forward_s, backward_s, state_nbytes, activation_nbytes, 0)
+        ModelSegment(f"{place}", forward_s, backward_s, state_nbytes, activation_nbytes, entering_nbytes)
         for place, (forward_s, backward_s) in enumerate(seconds)
     ]
 
 
-def choose(segments, *, stages=4, micro_batches=8, limit_nbytes=None, schedules=("1f1b", "zero-bubble")):
+def choose(
+    segments,
+    *,
+    stages=4,
+    micro_batches=8,
+    limit_nbytes=None,
+    schedules=("1f1b", "zero-bubble", "eager-1f1b"),
+    link=NO_DELAY,
+):
     return fastest(
         segments,
         stages=stages,
@@ -28,6 +37,7 @@ def choose(segments, *, stages=4, micro_batches=8, limit_nbytes=None, schedules=
         ranks=stages,
         micro_batches=micro_batches,
         limit_nbytes=limit_nbytes,
+        link=link,
     )
 
 
@@ -47,6 +57,21 @@ def test_a_schedule_that_takes_too_much_memory_is_not_chosen():
         choose(segments, limit_nbytes=100)
 
 
+def test_slow_messages_make_more_micro_batches_be_under_way():
+    segments = row(*[(0.01, 0.02)] * 4, activation_nbytes=100, entering_nbytes=1000)
+    slow = StageLink(1e-3, 1e-5)  # 11 ms
+    found = choose(segments, micro_batches=32, link=slow)
+    assert found.schedule == "eager-1f1b"
+    assert found.transfer_s == pytest.approx(0.011)
+    usual = choose(segments, micro_batches=32, link=slow, schedules=["1f1b"])
+    assert usual.timeline.duration > 1.2 * found.timeline.duration
+    # The first stage keeps 7 micro-batches then, instead of 4.
+    assert choose(segments, micro_batches=32, link=slow, limit_nbytes=699).schedule == "zero-bubble"
+    assert choose(segments, micro_batches=32, link=slow, limit_nbytes=700).schedule == "eager-1f1b"
+    # What saves less than 2 % is not worth the memory.
+    assert choose(segments, micro_batches=32, link=StageLink(1e-4, 0.0)).schedule == "1f1b"
+
+
 def test_gpipe_is_never_faster_than_1f1b():
     rng = random.Random(0)
     for _ in range(200):
@@ -62,7 +87,7 @@ def test_gpipe_is_never_faster_than_1f1b():
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 2), (3, 3), (4, 4), (4, 2), (6, 3)])
 def test_no_division_and_no_schedule_is_faster_than_the_bound(stages, ranks):
     rng = random.Random(stages)
-    names = ("gpipe", "1f1b", "zero-bubble") if ranks == stages else ("interleaved",)
+    names = ("gpipe", "1f1b", "eager-1f1b", "zero-bubble") if ranks == stages else ("interleaved",)
     for _ in range(5):
         count, micro_batches = rng.randint(stages, stages + 4), rng.randint(1, 9)
         segments = row(*((rng.uniform(0.1, 2), rng.uniform(0.1, 3)) for _ in range(count)))

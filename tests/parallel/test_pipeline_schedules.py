@@ -36,7 +36,8 @@ def test_steps_take_as_long_as_the_papers_say(ranks, rounds):
         return simulate(made, [StageCost(*(each / per_rank for each in EQUAL))] * ranks * per_rank).duration
 
     work = 3 * micro_batches
-    assert duration("gpipe") == duration("1f1b") == duration("interleaved") == work + 3 * (ranks - 1)
+    of_1f1b = work + 3 * (ranks - 1)
+    assert duration("gpipe") == duration("1f1b") == duration("eager-1f1b") == duration("interleaved") == of_1f1b
     assert duration("interleaved", 2) == pytest.approx(work + 3 * (ranks - 1) / 2)
     assert duration("interleaved", 3) == pytest.approx(work + 3 * (ranks - 1) / 3)
     assert duration("zero-bubble") == work + (ranks - 1)
@@ -49,6 +50,7 @@ def test_schedules_hold_as_many_activations_as_their_papers_say():
 
     assert held("gpipe") == (16, 16, 16, 16)
     assert held("1f1b") == held("interleaved") == (4, 3, 2, 1)
+    assert held("eager-1f1b") == (7, 5, 3, 1)
     assert held("interleaved", 2) == (11, 9, 7, 5)
     assert held("zero-bubble") == (4, 4, 4, 4)
 
@@ -60,8 +62,23 @@ def test_transfers_and_waits_are_in_the_model():
     assert found.bubble == pytest.approx(1 - 6 / 14)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("transfer", [0.25, 1.0, 1.5])
+def test_with_eager_1f1b_messages_travel_while_ranks_compute(ranks, transfer):
+    def duration(name, micro_batches):
+        made = make_schedule(name, ranks=ranks, micro_batches=micro_batches)
+        return simulate(made, [EQUAL] * ranks, transfer=transfer).duration
+
+    # Each further micro-batch takes the time of its passes; with 1F1B, that of two messages for every other one, too.
+    once = duration("eager-1f1b", 1)
+    assert once == duration("1f1b", 1) == 3 * ranks + 2 * transfer * (ranks - 1)
+    for micro_batches in (8, 16, 64):
+        assert duration("eager-1f1b", micro_batches) == once + 3 * (micro_batches - 1)
+        assert duration("1f1b", micro_batches) >= once + 3 * (micro_batches - 1) + transfer * (micro_batches - ranks)
+
+
 def test_wrong_schedules_are_refused():
-    with pytest.raises(ValueError, match="schedule='1F1B' must be one of 'gpipe', '1f1b'"):
+    with pytest.raises(ValueError, match="schedule='1F1B' must be one of 'gpipe', '1f1b', 'eager-1f1b'"):
         make_schedule("1F1B", ranks=2, micro_batches=4)
     with pytest.raises(ValueError, match='there are 4 stages on 2 ranks: give schedule="interleaved"'):
         make_schedule("1f1b", ranks=2, micro_batches=4, stages_per_rank=2)

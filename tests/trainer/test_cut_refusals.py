@@ -22,7 +22,7 @@ MESSAGES = {
     "no stages": "ValueError: stages=[] leaves the model whole",
     "a name alone": "TypeError: stages='layers.2' is a str: give the number of stages, or the names of the submodules",
     "no pipeline": "TypeError: parallel='layers.2' is a str; give unisono.parallel.Pipeline(stages=[...])",
-    "no schedule": "ValueError: schedule='1b1f' must be one of 'auto', 'gpipe', '1f1b', 'interleaved', 'zero-bubble'",
+    "no schedule": "ValueError: schedule='1b1f' must be one of 'auto', 'gpipe', '1f1b', 'eager-1f1b', 'interleaved'",
     "replicas": "ValueError: 2 stages cannot be divided evenly among 2 ranks for 3 replicas: start 6 ranks, or",
     "zero": "ValueError: zero=3 must be 1, which divides the optimizer's state of stages over replicas, or None",
     "zero of Adafactor": "ValueError: Adafactor cannot be divided over ranks: it is not known to treat each element of",

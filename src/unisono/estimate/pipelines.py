@@ -16,11 +16,11 @@ from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.expectation import Expectation, fastest
 from unisono.parallel.pipeline.measuring import STATE_COPIES
 from unisono.parallel.pipeline.schedule import make_schedule
-from unisono.parallel.pipeline.schedule_timeline import simulate
+from unisono.parallel.pipeline.stage_link import StageLink
 
 __all__ = ["Uncut", "costs_of_pipelines", "stage_counts"]
 
-_SCHEDULES = ("1f1b", "zero-bubble")
+_SCHEDULES = ("1f1b", "zero-bubble", "eager-1f1b")
 _SLOTS = 2
 """Copies of a stage's state for recovery: both of the latest commits are whole."""
 _ADDITION = 3
@@ -86,12 +86,10 @@ def _cost(
     shares = workload.shares_of(replicas)
     micro_batches = shares * workload.micro_batches
     limit = None if limit_nbytes is None else max(0, limit_nbytes - machine.base_nbytes)
-    expected = _expected(segments, stages, micro_batches, limit)
+    expected = _expected(segments, stages, micro_batches, limit, StageLink(0.0, 1.0 / machine.link_bytes_per_s))
     passes = make_schedule(expected.schedule, ranks=stages, micro_batches=micro_batches)
     bounds = [*expected.split.begins, len(segments)]
     entering = [segments[begin].entering_nbytes for begin in bounds[1:-1]]
-    transfer_s = max(entering, default=0) / machine.link_bytes_per_s
-    timeline = simulate(passes, expected.costs, transfer=transfer_s)
     layout = NodeLayout.of(leaves=workload.virtual_ranks, world_size=replicas, virtual_ranks=workload.virtual_ranks)
     rank = busiest(layout)
     share = RankShare(
@@ -142,13 +140,15 @@ def _cost(
         code=f"parallel=unisono.parallel.Pipeline(stages=[{names}]{schedule}{', zero=1' if zero else ''})",
         memory=most,
         sent_nbytes=sent_most,
-        step_s=(timeline.duration + slowest_s) * crowding + 2 * micro_batches * EXCHANGE_S,
-        waiting=timeline.bubble,
+        step_s=(expected.timeline.duration + slowest_s) * crowding + 2 * micro_batches * EXCHANGE_S,
+        waiting=expected.timeline.bubble,
         ranks=workload.ranks,
     )
 
 
-def _expected(segments: list[ModelSegment], stages: int, micro_batches: int, limit: int | None) -> Expectation:
+def _expected(
+    segments: list[ModelSegment], stages: int, micro_batches: int, limit: int | None, link: StageLink
+) -> Expectation:
     """Return the best division within a limit, or the fastest one if none keeps it."""
 
     def found(limit_nbytes: int | None) -> Expectation:
@@ -159,6 +159,7 @@ def _expected(segments: list[ModelSegment], stages: int, micro_batches: int, lim
             ranks=stages,
             micro_batches=micro_batches,
             limit_nbytes=limit_nbytes,
+            link=link,
         )
 
     try:

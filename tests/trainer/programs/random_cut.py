@@ -124,7 +124,7 @@ def program(seed, ranks):
     # What follows changes no bit.
     if ranks > 1:
         rng = random.Random(f"{seed} {ranks}")
-        schedule, count = rng.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"]), ranks
+        schedule, count = rng.choice(["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]), ranks
         if schedule == "interleaved":
             count = min(ranks * rng.choice([1, 2]), len(names) // ranks * ranks)
         elif ranks % 2 == 0 and rng.random() < 0.4:

@@ -20,6 +20,7 @@ from unisono.parallel.pipeline.mapping import map_stages
 from unisono.parallel.pipeline.pipeline import Pipeline
 from unisono.parallel.pipeline.runner import PipelineRunner
 from unisono.parallel.pipeline.stage_division import divide, measure_places
+from unisono.parallel.pipeline.stage_link import NO_DELAY, StageLink, measure_link
 from unisono.parallel.pipeline.stage_plan import PipelinePlan, check_readers
 from unisono.watch.event_kinds import PipelineFields
 
@@ -163,8 +164,8 @@ class CutModel:
 
         Every rank must call it before the first plan.
 
-        The first rank measures, and all compute the same division. Time: four passes of a micro-batch of the whole
-        model.
+        The first rank measures the model, all measure what messages take if that decides, and all compute the same
+        division. Time: four passes of a micro-batch of the whole model.
 
         Args:
             function: The forward pass with its loss, called with the model and the inputs of a micro-batch.
@@ -188,13 +189,15 @@ class CutModel:
 
         head, _, measured = self._world.broadcast_bytes(measure).partition(b"\n")
         count = int(head)
+        schedules = self._pipeline.schedules_for(self.ranks.size)
         division = divide(
             measured,
             stages=stages,
-            schedules=self._pipeline.schedules_for(self.ranks.size),
+            schedules=schedules,
             ranks=self.ranks.size,
             micro_batches=count,
             limit_nbytes=self._limit_nbytes(),
+            link=self._slowest_link() if len(schedules) > 1 else NO_DELAY,
         )
         self.starts, self._schedule = division.starts, division.schedule
         if self.tell is not None:
@@ -215,6 +218,11 @@ class CutModel:
                     "seconds": round(time.monotonic() - since_s, 3),
                 }
             )
+
+    def _slowest_link(self) -> StageLink:
+        """Return the longest times of messages between stages, equal on all ranks. Every rank must call it."""
+        everyone = self._world.gather_numbers(measure_link(self.ranks.pipeline))
+        return StageLink(*(max(times) for times in zip(*everyone, strict=True)))
 
     def _limit_nbytes(self) -> int | None:
         """Return the memory that the stages of any rank may take, equal on all ranks. Every rank must call it."""

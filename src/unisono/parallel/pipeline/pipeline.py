@@ -13,9 +13,9 @@ from unisono.text import a_type
 
 __all__ = ["Pipeline", "ScheduleName"]
 
-ScheduleName: TypeAlias = Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+ScheduleName: TypeAlias = Literal["auto", "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]
 
-_ONE_STAGE = frozenset({"gpipe", "1f1b", "zero-bubble"})
+_ONE_STAGE = frozenset({"gpipe", "1f1b", "eager-1f1b", "zero-bubble"})
 """The schedules with one stage on each rank."""
 
 
@@ -35,11 +35,12 @@ class Pipeline:
             stages: then the first batch is used to measure the parts of the model, and the division is the one whose
             slowest stage is fastest.
         schedule: The order of passes: "gpipe" (all forward passes first, which takes the most memory), "1f1b" (a stage
-            keeps at most as many micro-batches as there are stages), "zero-bubble" (gradients of weights are computed
-            later, where a rank would wait, for some more computing and memory), "interleaved" (several stages on each
-            rank, for shorter waits; the number of stages is a multiple of the number of ranks of a replica), or "auto":
-            "1f1b" where each stage has a rank of its own, or "zero-bubble" if the number of stages is given and that
-            is faster by the measured times; otherwise "interleaved".
+            keeps at most as many micro-batches as there are stages), "eager-1f1b" (up to twice as many are under way,
+            so that messages travel while ranks compute), "zero-bubble" (gradients of weights are computed later, where
+            a rank would wait, for some more computing and memory), "interleaved" (several stages on each rank, for
+            shorter waits; the number of stages is a multiple of the number of ranks of a replica), or "auto": "1f1b"
+            where each stage has a rank of its own, or "zero-bubble" or "eager-1f1b" if the number of stages is given
+            and that is faster by the measured times of passes and messages; otherwise "interleaved".
         replicas: Number of copies of the model, which divide the virtual ranks. None: one for each full set of ranks
             with a rank for each stage; with "interleaved", or fewer ranks than stages, one.
         memory_gib: The memory that the stages of a rank may take, in GiB, where the number of stages is given: for
@@ -143,12 +144,12 @@ class Pipeline:
         """Return the names of the schedules to choose from by measured times.
 
         >>> Pipeline(stages=4).schedules_for(4), Pipeline(stages=4, schedule="gpipe").schedules_for(4)
-        (('1f1b', 'zero-bubble'), ('gpipe',))
+        (('1f1b', 'zero-bubble', 'eager-1f1b'), ('gpipe',))
         """
         if self.schedule != "auto":
             return (self.schedule,)
         # GPipe is never faster than 1F1B, and takes more memory.
-        return ("1f1b", "zero-bubble") if ranks == self.num_stages else ("interleaved",)
+        return ("1f1b", "zero-bubble", "eager-1f1b") if ranks == self.num_stages else ("interleaved",)
 
     def draw(self, *, micro_batches: int, ranks: int | None = None, columns: int = 100) -> str:
         """Return a drawing of a step: a line for each rank, F and B for the passes of micro-batches, · for waits.

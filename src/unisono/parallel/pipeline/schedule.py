@@ -3,7 +3,8 @@
 In all schedules the passes of one stage ascend by micro-batch, forward and backward: so all add up gradients alike.
 
 GPipe is from Huang et al., 2019 (arXiv:1811.06965), 1F1B and its interleaved form from Narayanan et al., 2021
-(arXiv:2104.04473), zero-bubble (ZB-H1) from Qi et al., 2024 (arXiv:2401.10241). Start reading at `make_schedule`.
+(arXiv:2104.04473), zero-bubble (ZB-H1) from Qi et al., 2024 (arXiv:2401.10241), eager 1F1B from Zhuang et al., 2023
+(arXiv:2211.05322). Start reading at `make_schedule`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "StageCost", "check_schedu
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight"]
 """A pass. A backward pass is whole, or in two parts: for the inputs, which an earlier stage needs, and for weights."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
 
 
 class Action(NamedTuple):
@@ -92,7 +93,13 @@ def make_schedule(name: str, *, ranks: int, micro_batches: int, stages_per_rank:
     elif name == "zero-bubble":
         found = [_zero_bubble(rank, ranks, micro_batches) for rank in range(ranks)]
     else:
-        most = {"gpipe": [micro_batches] * ranks, "1f1b": [ranks - rank for rank in range(ranks)]}[name]
+        # With eager 1F1B, each stage has one micro-batch more on its way to the next one and back.
+        after = [ranks - 1 - rank for rank in range(ranks)]
+        most = {
+            "gpipe": [micro_batches] * ranks,
+            "1f1b": [1 + count for count in after],
+            "eager-1f1b": [1 + 2 * count for count in after],
+        }[name]
         found = [
             _alternate(_passes("forward", rank, micro_batches), _passes("backward", rank, micro_batches), most[rank])
             for rank in range(ranks)

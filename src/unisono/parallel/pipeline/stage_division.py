@@ -16,6 +16,7 @@ from unisono.parallel.pipeline.balance import ModelSegment, Split
 from unisono.parallel.pipeline.candidates import find_places
 from unisono.parallel.pipeline.expectation import MoreMicroBatches, fastest, least_step, more_micro_batches
 from unisono.parallel.pipeline.measuring import measure_segments
+from unisono.parallel.pipeline.stage_link import NO_DELAY, StageLink
 
 __all__ = ["StageDivision", "divide", "measure_places"]
 
@@ -29,7 +30,7 @@ class StageDivision:
     split: Split
     schedule: str
     step_s: float
-    """The time of a step, without what sending takes."""
+    """The time of a step."""
     waiting: float
     """The part of this time in which ranks wait, 0 to 1."""
     least_step_s: float
@@ -56,7 +57,14 @@ def measure_places(
 
 
 def divide(
-    measured: bytes, *, stages: int, schedules: Sequence[str], ranks: int, micro_batches: int, limit_nbytes: int | None
+    measured: bytes,
+    *,
+    stages: int,
+    schedules: Sequence[str],
+    ranks: int,
+    micro_batches: int,
+    limit_nbytes: int | None,
+    link: StageLink = NO_DELAY,
 ) -> StageDivision:
     """Return the division into stages whose slowest stage is fastest, and the schedule with the shortest step.
 
@@ -67,6 +75,7 @@ def divide(
         ranks: The number of ranks of a replica.
         micro_batches: The number of micro-batches of a step.
         limit_nbytes: The memory that a rank may take. None: any.
+        link: What sends messages between ranks.
 
     Raises:
         ValueError: There are fewer places than stages, or no division keeps the limit.
@@ -79,6 +88,7 @@ def divide(
         ranks=ranks,
         micro_batches=micro_batches,
         limit_nbytes=limit_nbytes,
+        link=link,
     )
     return StageDivision(
         starts=tuple(segments[begin].name for begin in expected.split.begins[1:]),
