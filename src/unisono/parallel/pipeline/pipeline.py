@@ -148,7 +148,7 @@ class Pipeline:
         """
         if self.schedule != "auto":
             return (self.schedule,)
-        # GPipe is never faster than 1F1B, and takes more memory.
+        # GPipe is faster where messages take longer than passes, but keeps the activations of all micro-batches.
         return ("1f1b", "zero-bubble", "eager-1f1b") if ranks == self.num_stages else ("interleaved",)
 
     def draw(self, *, micro_batches: int, ranks: int | None = None, columns: int = 100) -> str:
