@@ -33,8 +33,7 @@ def sum_of_leaves(seed: int, node: Node, *, resumes: bool | None) -> tuple[list[
     draw = random.Random(seed)
     torch.manual_seed(seed)
     parameters = [torch.randn(5, requires_grad=True) for _ in NAMES]
-    new = GradientSum(node)
-    new.begin(resumes=bool(resumes))
+    new = GradientSum(node, resumes=bool(resumes))
     old = NodeSum(node, add=add)
     resumed = 0
     for leaf in range(node.start, node.stop):
@@ -73,8 +72,7 @@ def test_autograd_adds_the_same_bits(node: Node) -> None:
 def two_leaves() -> tuple[GradientSum, Tensor]:
     """Return a sum that has its first leaf, and its parameter."""
     weight = torch.ones(3, requires_grad=True)
-    found = GradientSum(Node(0, 2))
-    found.begin(resumes=True)
+    found = GradientSum(Node(0, 2), resumes=True)
     (2.0 * weight).sum().backward()
     found.close_leaf(0, ["weight"], [weight])
     return found, weight
@@ -107,16 +105,16 @@ def test_a_gradient_that_comes_in_two_parts_is_refused() -> None:
 
 def test_a_sparse_gradient_is_refused() -> None:
     weight = torch.ones(4, 2, requires_grad=True)
-    found = GradientSum(Node(0, 2))
+    found = GradientSum(Node(0, 2), resumes=True)
     torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
     with pytest.raises(LossError, match="got a sparse gradient"):
         found.close_leaf(0, ["weight"], [weight])
 
 
-def test_a_new_step_forgets_a_leaf_that_was_not_closed() -> None:
+def test_clear_forgets_a_leaf_that_was_not_closed() -> None:
     found, weight = two_leaves()
     found.resume(1, [weight])
-    found.begin(resumes=True)
+    found.clear()
     weight.grad = None
     for leaf in (0, 1):
         found.resume(leaf, [weight])

@@ -1,7 +1,6 @@
 """What a rank takes and gives back in steps, without the C library's heap."""
 
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -22,13 +21,13 @@ from unisono.estimate.step_memory import (
 )
 from unisono.parallel.pipeline.schedule import make_schedule
 
-WIDTH, BLOCKS, LEAVES = 512, 4, 8
+WIDTH, BLOCKS, LEAVES = 256, 4, 8
 WEIGHTS = 4 * BLOCKS * (WIDTH + 1) * WIDTH
 
 
-def build(width=WIDTH):
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(BLOCKS)])
-    data = [(torch.zeros(width), 1)]
+def build():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)])
+    data = [(torch.zeros(WIDTH), 1)]
     return model, torch.optim.AdamW(model.parameters()), loss, data
 
 
@@ -81,13 +80,6 @@ def test_one_process_holds_as_many_sums_as_the_tree_needs(record):
     assert 1 + 2 + 3 <= most / WEIGHTS < 1 + 2 + 3 + 0.3  # weights, state, three sums
     _, most = alive_after(in_one_process(share(record, 1, micro_batches=2)))
     assert 1 + 2 + 4 <= most / WEIGHTS < 1 + 2 + 4 + 0.3  # three sums, and the gradient of a share in the making
-
-
-def test_autograd_adds_to_sums_that_do_not_stay_in_the_cache():
-    small = profile_model(partial(build, width=64), micro_batch=4, stages=[], times=OperatorTimes()).record
-    _, most = alive_after(in_one_process(share(small, 1)))
-    weights = sum(parameter.nbytes for parameter in small.parameters)
-    assert 1 + 2 + 4 <= most / weights < 1 + 2 + 4 + 0.6
 
 
 def test_stages_have_the_passes_of_the_model_once(record):

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from unisono.engine.base import Trained, refuse_sparse
 from unisono.engine.gradient_hooks import on_gradient
-from unisono.engine.gradient_sum import GradientSum, is_worth_resuming, twice_in_one_backward
+from unisono.engine.gradient_sum import GradientSum, twice_in_one_backward
 from unisono.engine.node_sums import Gradients, NodeSum, add_one, take
 from unisono.engine.sparse_tables import TableSums
 from unisono.engine.step_transaction import StepTransaction
@@ -40,9 +40,6 @@ class GradientAccumulation(ABC):
     ) -> None:
         self._optimizer, self._modules = optimizer, modules
         self._overlap, self._streams = overlap, overlap and streams
-        self._resumes = False
-        self._measured = Trained((), ())
-        """The parameters by whose size `_resumes` is set."""
         self._layouts, self._rank = layouts, rank
         self._layout = NodeLayout((), 0)
         self._step = StepTransaction()
@@ -103,7 +100,7 @@ class GradientAccumulation(ABC):
         if leaf == self._sums[i].node.stop - 1:
             self._used[i] = [gradient is not None for gradient in self._sums[i].total()]
             self._store_node(i)
-            self._sums[i].stack = []
+            self._sums[i].clear()
 
     def close(self) -> None:
         """Release the parameters; see `Engine`."""
@@ -114,7 +111,7 @@ class GradientAccumulation(ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._given = self._trained = self._measured = Trained((), ())
+        self._given = self._trained = Trained((), ())
         self._tables = TableSums(self._trained)
 
     def _begin(self, step: StepTransaction, layout: NodeLayout) -> None:
@@ -124,13 +121,10 @@ class GradientAccumulation(ABC):
             self._tables.begin(layout)
         if layout is not self._layout:
             self._layout = layout
-            self._sums = [GradientSum(node) for node in nodes]
+            self._sums = [GradientSum(node, resumes=self._overlap) for node in nodes]
             self._totals = [NodeSum(node, add=add_rows) for node in nodes]
-        if self._trained is not self._measured:
-            self._measured = self._trained
-            self._resumes = self._overlap and is_worth_resuming(p.nbytes for p in self._trained.parameters)
         for i in range(len(nodes)):
-            self._sums[i].begin(resumes=self._resumes)
+            self._sums[i].clear()
             self._totals[i].stack.clear()
         self._used = [[False] * len(self._trained.parameters) for _ in nodes]
         self._settled = [False] * len(self._trained.parameters)

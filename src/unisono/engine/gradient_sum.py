@@ -3,13 +3,12 @@
 A leaf's gradients are as large as the model. Added after the backward pass, each has gone to memory, and comes back
 from there. Where p.grad is the sum of earlier leaves instead, autograd adds each gradient while it is in the cache, to
 the same bits: left + right. That goes for half of all additions of a node, those of a leaf to what is on top of the
-stack. Gradients that stay in the cache anyway are added afterwards: nothing would be gained, and the memory that they
-are in for a short time would be torn out of that of activations.
+stack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -18,19 +17,7 @@ from unisono.engine.node_sums import Gradients, NodeSum, add, add_one, take
 from unisono.errors import LossError
 from unisono.plan import Node, merges_after
 
-__all__ = ["GradientSum", "is_worth_resuming", "twice_in_one_backward"]
-
-_LEAST_NBYTES = 2 << 20
-"""The size of gradients from which on autograd is to add them: about that of a core's second-level cache."""
-
-
-def is_worth_resuming(nbytes: Iterable[int]) -> bool:
-    """Return True if autograd is to add the gradients of parameters of these sizes.
-
-    >>> is_worth_resuming([1 << 20, 1 << 20]), is_worth_resuming([1 << 20])
-    (True, False)
-    """
-    return sum(nbytes) >= _LEAST_NBYTES
+__all__ = ["GradientSum"]
 
 
 class GradientSum(NodeSum[Gradients]):
@@ -38,23 +25,20 @@ class GradientSum(NodeSum[Gradients]):
 
     Args:
         node: The node.
+        resumes: If False, all additions are made after backward passes.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *, resumes: bool) -> None:
         super().__init__(node, add=add)
-        self._resumes = False
+        self._resumes = resumes
         self._left: Gradients | None = None
         """The sum that p.grad had before the backward pass of the leaf, whose addition autograd does."""
         self._versions: list[int] = []
 
-    def begin(self, *, resumes: bool) -> None:
-        """Begin anew.
-
-        Args:
-            resumes: If False, all additions are made after backward passes.
-        """
+    def clear(self) -> None:
+        """Begin anew."""
         self.stack.clear()
-        self._left, self._resumes = None, resumes
+        self._left = None
 
     def resume(self, leaf: int, parameters: Sequence[Tensor]) -> None:
         """Just before the last backward pass of a leaf: let it add to the sum so far, if that has the same bits.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine.base import Preparation, Trained, refuse_sparse
-from unisono.engine.gradient_sum import GradientSum, is_worth_resuming
+from unisono.engine.gradient_sum import GradientSum
 from unisono.engine.node_sums import NodeSum, drop
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
@@ -26,14 +26,13 @@ class LocalEngine:
 
     divides_update = sends_early = False
 
-    def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module], *, overlap: bool) -> None:
-        self._optimizer, self._modules, self._overlap = optimizer, modules, overlap
-        self._resumes = False
+    def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module], *, resumes: bool) -> None:
+        self._optimizer, self._modules, self._resumes = optimizer, modules, resumes
         self._given = self._trained = Trained((), ())
         self._tables = TableSums(Trained((), ()))
         self._step = StepTransaction()
         self._leaves = 0
-        self._gradients = GradientSum(Node(0, 0))
+        self._gradients = GradientSum(Node(0, 0), resumes=resumes)
         self._totals = NodeSum(Node(0, 0), add=add_rows)
         self._only: tuple[Tensor, float, bool, bool, Wants] | None = None
         """The totals of a single leaf, with its loss still on the device."""
@@ -44,16 +43,15 @@ class LocalEngine:
             dense, tables = split_sparse(trained, self._modules)
             check_optimizers(self._optimizer, dense, tables)
             self._given, self._trained = trained, dense
-            self._resumes = self._overlap and is_worth_resuming(p.nbytes for p in dense.parameters)
             self._tables = TableSums(tables, maps=maps_of(self._optimizer, tables))
         elif self._tables.exist:  # otherwise no hyperparameter can have become wrong
             check_optimizers(self._optimizer, self._trained, self._tables.tables)
         self._step = step
         if leaves != self._leaves:
             self._leaves = leaves
-            self._gradients = GradientSum(Node(0, leaves))
+            self._gradients = GradientSum(Node(0, leaves), resumes=self._resumes)
             self._totals = NodeSum(Node(0, leaves), add=add_rows)
-        self._gradients.begin(resumes=self._resumes)
+        self._gradients.clear()
         self._totals.stack.clear()
         drop(trained.parameters)
         if self._tables.exist:

@@ -141,7 +141,7 @@ class EngineFactory:
                 overlap=self.overlap,
             )
         if self._world.group is None and self._shared is None:
-            return LocalEngine(optimizer, self._modules, overlap=self.overlap)
+            return LocalEngine(optimizer, self._modules, resumes=self.overlap)
         virtual_ranks, overlap = self._virtual_ranks, self.overlap
         if self._shared is not None:
             return SharedEngine(

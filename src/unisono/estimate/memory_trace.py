@@ -6,13 +6,12 @@ A trace is made of the events of one micro-batch and one update (`StepRecord`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from unisono.engine.gradient_sum import is_worth_resuming
 from unisono.estimate.heap_replay import MemoryOperation
 from unisono.estimate.live_memory import MemoryEvent, ParameterEvent, PassEvent
-from unisono.estimate.model_profile import ParameterSize, StepRecord
+from unisono.estimate.model_profile import StepRecord
 from unisono.plan import Node, merges_after
 
 __all__ = [
@@ -27,9 +26,7 @@ __all__ = [
     "MicroBatchPasses",
     "Update",
     "add_last_leaf",
-    "open_leaf",
     "push",
-    "resumes_in",
     "run_leaves",
 ]
 
@@ -172,12 +169,11 @@ def run_leaves(
     trace: MemoryTrace, record: StepRecord, nodes: Sequence[Node], micro_batches: int, sink: GradientSink
 ) -> None:
     """Run the passes of a rank's leaves, and add up their gradients as `engine.accumulation` does."""
-    may_resume = resumes_in(record.parameters, micro_batches)
     for i, node in enumerate(nodes):
         stack: list[Gradients] = []
         for leaf in range(node.start, node.stop):
             is_last = i == len(nodes) - 1 and leaf == node.stop - 1
-            resumes = may_resume and not (is_last and sink.streams)
+            resumes = micro_batches == 1 and not (is_last and sink.streams)
             gradients, merges = open_leaf(stack, leaf, node, resumes=resumes)
 
             def complete(parameter: int, gradients: Gradients = gradients, stack: list[Gradients] = stack) -> None:
@@ -199,11 +195,6 @@ def run_leaves(
                 sink.node(i, stack.pop())
 
 
-def resumes_in(parameters: Iterable[ParameterSize], micro_batches: int) -> bool:
-    """Return True if autograd adds the gradients of a leaf to earlier ones; see `engine.gradient_sum.GradientSum`."""
-    return micro_batches == 1 and is_worth_resuming(p.nbytes for p in parameters if p.gradient is not None)
-
-
 def open_leaf(stack: list[Gradients], leaf: int, node: Node, *, resumes: bool) -> tuple[Gradients, int]:
     """Return what the backward pass of a leaf adds to, and how many sums are added to the result afterwards.
 
@@ -211,7 +202,7 @@ def open_leaf(stack: list[Gradients], leaf: int, node: Node, *, resumes: bool) -
         stack: The sums so far, of which one may be taken.
         leaf: The leaf.
         node: Its node.
-        resumes: True if autograd may do the first addition; see `resumes_in`.
+        resumes: True if autograd may do the first addition; see `engine.gradient_sum.GradientSum`.
     """
     merges = merges_after(leaf, node)
     if resumes and merges:

@@ -22,7 +22,6 @@ from unisono.estimate.memory_trace import (
     add_last_leaf,
     open_leaf,
     push,
-    resumes_in,
 )
 from unisono.estimate.model_profile import StepRecord
 from unisono.estimate.step_memory import DividedSteps, RankShare, take_rows
@@ -185,7 +184,6 @@ def _run(share: RankShare, stage: StagePasses, actions: Sequence[Action], steps:
     """Run the passes of a step."""
     trace = steps.trace
     leaves = [leaf for node in share.nodes for leaf in range(node.start, node.stop)]
-    resumes = resumes_in([share.record.parameters[i] for i in stage.parameters], share.micro_batches)
     under_way: dict[int, tuple[MicroBatchPasses, list[int]]] = {}
     """The passes of micro-batches, and what was received for them."""
     stack: list[Gradients] = []
@@ -206,7 +204,7 @@ def _run(share: RankShare, stage: StagePasses, actions: Sequence[Action], steps:
         leaf = leaves[micro_batch // share.micro_batches]
         number, node = next((i, node) for i, node in enumerate(share.nodes) if leaf < node.stop)
         if not micro_batch % share.micro_batches:
-            gradients, merges = open_leaf(stack, leaf, node, resumes=resumes)
+            gradients, merges = open_leaf(stack, leaf, node, resumes=share.micro_batches == 1)
         passes.run(stage.for_weights if kind == "backward_weight" else stage.backward, gradients)
         passes.end()
         for block in held:

@@ -24,7 +24,6 @@ from unisono.estimate.memory_trace import (
     Update,
     open_leaf,
     push,
-    resumes_in,
     run_leaves,
 )
 from unisono.estimate.model_profile import ParameterSize, StepRecord
@@ -75,14 +74,13 @@ def in_one_process(share: RankShare) -> MemoryTrace:
     """Return the steps of a rank that has all shares; see `LocalEngine`."""
     trace = _with_model(share)
     update, (node,) = Update(trace, share.record), share.nodes
-    resumes = resumes_in(share.record.parameters, share.micro_batches)
     total: Gradients = {}
     for _ in range(STEPS):
         batch = trace.take(share.batch_nbytes, ACTIVATIONS)
         trace.give_all(total)
         stack: list[Gradients] = []
         for leaf in range(node.start, node.stop):
-            gradients, merges = open_leaf(stack, leaf, node, resumes=resumes)
+            gradients, merges = open_leaf(stack, leaf, node, resumes=share.micro_batches == 1)
             for _ in range(share.micro_batches):
                 trace.passes(share.record, gradients)
             push(trace, stack, gradients, merges)

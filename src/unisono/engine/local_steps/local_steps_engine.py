@@ -18,7 +18,7 @@ from torch import Tensor
 from unisono.collectives.world import World
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import BROKEN, ConsistencyCheck
-from unisono.engine.gradient_sum import GradientSum, is_worth_resuming
+from unisono.engine.gradient_sum import GradientSum
 from unisono.engine.local_steps.workers import Workers
 from unisono.engine.node_sums import Gradients, NodeSum, drop, take
 from unisono.engine.step_transaction import StepTransaction
@@ -50,7 +50,7 @@ class LocalStepsEngine:
         overlap: bool,
     ) -> None:
         self._workers, self._world, self._comparison = workers, world, comparison
-        self._make_all_reduce, self._overlap, self._resumes = make_all_reduce, overlap, False
+        self._make_all_reduce, self._overlap = make_all_reduce, overlap
         self._layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         self._over_workers = NodeLayout.of(leaves=workers.count, world_size=world.size, virtual_ranks=workers.count)
         self._given = Trained((), ())
@@ -79,7 +79,6 @@ class LocalStepsEngine:
                     "parameters before that, or leave sync= out"
                 )
             self._given = trained
-            self._resumes = self._overlap and is_worth_resuming(p.nbytes for p in trained.parameters)
         self._step, self._layout = step, self._layouts.of(leaves)
         nodes = self._layout.nodes[self._world.rank]
         self._rows = [NodeSum(node, add=add_rows) for node in nodes]
@@ -88,8 +87,7 @@ class LocalStepsEngine:
         for worker in workers.own:
             first = worker * workers.leaves
             if (count := min(workers.leaves, leaves - first)) > 0:
-                self._sums[worker] = GradientSum(Node(0, count))
-                self._sums[worker].begin(resumes=self._resumes)
+                self._sums[worker] = GradientSum(Node(0, count), resumes=self._overlap)
                 self._weights[worker] = 0.0
         self._sent = False
         drop(workers.parameters)

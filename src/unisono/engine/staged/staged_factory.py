@@ -91,7 +91,7 @@ class StagedEngineFactory:
     def _make(self, optimizer: Optimizer, stage: int) -> Engine:
         column = self._ranks.columns[stage]
         if column.group is None:
-            return LocalEngine(optimizer, self._modules, overlap=self._overlap)
+            return LocalEngine(optimizer, self._modules, resumes=self._overlap)
         # Ranks have been compared before the first message of the step. Gradients are taken after backward: shares of
         # several stages are under way at once.
         return CollectiveEngine(

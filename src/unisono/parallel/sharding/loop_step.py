@@ -88,7 +88,7 @@ class LoopSteps:
         self._make_engine: Callable[[Optimizer], Engine]
         if divided is None:
             self.comparison = NoConsistencyCheck()
-            self._make_engine = partial(LocalEngine, modules=[model], overlap=True)
+            self._make_engine = partial(LocalEngine, modules=[model], resumes=True)
         else:
             self.comparison = GroupConsistencyCheck(world)
             self._make_engine = ShardedEngineFactory(

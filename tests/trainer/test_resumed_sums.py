@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "programs" / "large_sums.py"
+PROGRAM = Path(__file__).parent / "programs" / "resumed_sums.py"
 
 
 @pytest.fixture(scope="module")

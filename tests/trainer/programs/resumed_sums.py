@@ -1,7 +1,7 @@
-"""A model whose gradients are large enough that autograd adds them, one of whose layers only some shares use.
+"""A model one of whose layers only some shares use, with gradients that autograd adds to those of earlier shares.
 
 Prints the digest, the losses, and how often a gradient came to a parameter that had that of an earlier share.
-Usage: large_sums.py WAY
+Usage: resumed_sums.py WAY
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import unisono
 from unisono.parallel import Pipeline, Shard
 
-WIDTH = 640
+WIDTH = 640  # large enough for hooks, which take the gradients of the last share where ranks add up
 WAYS = {
     "plain": {},
     "afterwards": {"overlap": False},
