@@ -17,7 +17,7 @@ from unisono.engine.node_sums import Gradients, NodeSum, add, add_one, take
 from unisono.errors import LossError
 from unisono.plan import Node, merges_after
 
-__all__ = ["GradientSum"]
+__all__ = ["GradientSum", "twice_in_one_backward"]
 
 
 class GradientSum(NodeSum[Gradients]):
