@@ -70,3 +70,50 @@ def test_slots_follow_the_longest_message_and_shrink_slowly():
     assert seen[0] == seen[1] == 1136
     assert all(1 < before / after < 1.2 for before, after in pairwise(seen[1:5]))
     assert all(length % 16 == 0 for length in seen) and seen[5] == 1136
+
+
+GATHERED = """
+import torch
+import torch.distributed as dist
+import unisono
+from unisono.collectives.world import World
+from unisono.engine import StepTransaction
+from unisono.engine.all_gather_v import GroupAllGatherV, MessageReader
+
+unisono.init(backend="gloo")
+world = World.connect(torch.device("cpu"))
+gather, collectives, original = GroupAllGatherV(world), [], dist.all_gather
+
+def counted(*args, **kwargs):
+    collectives.append(args)
+    return original(*args, **kwargs)
+
+dist.all_gather = counted
+taken = []
+for turn, longest in enumerate([0, 0, 16, 90, 90, 80, 0, 1000, 100_000, 100_000, 16, 16, 32]):
+
+    def parts(rank):
+        generator = torch.Generator().manual_seed(turn * 100 + rank)
+        length = longest if rank == turn % world.size else longest // 3
+        return [torch.randn(length, generator=generator), torch.full((rank,), turn)]
+
+    before = len(collectives)
+    gather.post(parts(world.rank))
+    for rank, message in enumerate(gather.collect(StepTransaction())):
+        reader = MessageReader(message)
+        for part in parts(rank):
+            assert torch.equal(reader.next(part.dtype, len(part)), part), (turn, rank)
+    taken.append(len(collectives) - before)
+assert len(set(unisono.comm.all_gather(tuple(taken)))) == 1, taken
+print("taken", *taken)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_all_get_the_messages_of_all_mostly_in_one_collective(fork_ranks, ranks):
+    """Long ones, of 400 KB here, are sent as a whole once their lengths are known."""
+    out = fork_ranks(ranks, GATHERED).out
+    first = 1 if ranks == 1 else 2  # the second vector of a message has no numbers on rank 0
+    expected = [first, 1, 2, 2, 1, 1, 1, 2, 2, 2, 2, 1, 2]
+    lines = {line.partition("taken ")[2] for line in out.splitlines() if "taken" in line}
+    assert lines == {" ".join(map(str, expected))}, out

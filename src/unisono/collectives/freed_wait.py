@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from unisono.job.current import connection_watch
 
-__all__ = ["run_collective", "wait_for_collective", "wait_for_message"]
+__all__ = ["run_collective", "start_collective", "wait_for_collective", "wait_for_message"]
 
 
 def run_collective(operation: Callable[..., dist.Work | None], *args: Any, **kwargs: Any) -> None:
@@ -32,6 +32,19 @@ def run_collective(operation: Callable[..., dist.Work | None], *args: Any, **kwa
         operation(*args, **kwargs)
     elif (work := operation(*args, async_op=True, **kwargs)) is not None:
         wait_for_collective(work)
+
+
+def start_collective(operation: Callable[..., dist.Work | None], *args: Any, **kwargs: Any) -> dist.Work:
+    """Start a collective of torch.distributed, of a group that this rank is in; see `wait_for_collective`.
+
+    Args:
+        operation: The function of torch.distributed.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+    """
+    work = operation(*args, async_op=True, **kwargs)
+    assert work is not None, "this rank is in the group"
+    return work
 
 
 def wait_for_collective(work: dist.Work) -> None:

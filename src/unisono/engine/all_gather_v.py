@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.freed_wait import run_collective
+from unisono.collectives.freed_wait import run_collective, start_collective, wait_for_collective
 from unisono.collectives.world import World
-from unisono.engine.message_exchange import MessageExchange
+from unisono.engine.message_exchange import MessageExchange, next_slot
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan.alignment import WIRE_NBYTES, align_up
 
@@ -24,6 +24,7 @@ __all__ = ["AllGatherV", "GroupAllGatherV", "GroupAllToAllV", "MessageReader", "
 
 _MOST_SLOT_NBYTES = 256 << 10
 """At most an eighth of it is sent in vain once messages are about as long as the last ones."""
+_HEAD_NBYTES = align_up(8, WIRE_NBYTES)
 
 
 class AllGatherV(Protocol):
@@ -74,30 +75,55 @@ class MessageReader:
         return part
 
 
+class _PostedGather(NamedTuple):
+    """An all-gather that has begun."""
+
+    own: Tensor
+    """The length of this rank's message, and the message."""
+    everyone: list[Tensor]
+    """Of each rank the same, cut off where the slot ends."""
+    work: dist.Work
+
+
 class GroupAllGatherV:
-    """Sends messages through the process group: first their lengths, then the messages, padded to the longest."""
+    """Sends messages through the process group, in one collective where they are about as long as the last ones.
+
+    Slots are as in `MessageExchange`. Long messages are sent once their lengths are known, so that they need no copy.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._parts: Sequence[Tensor] = ()
+        self._slot = 0
+        self._posted: _PostedGather | None = None
 
     def post(self, parts: Sequence[Tensor]) -> None:
-        """Store the message until `collect` sends it; see `AllGatherV`."""
-        self._parts = parts
+        """Begin to send the message; see `AllGatherV`. Every rank must call it."""
+        length, slot = packed_nbytes(parts), self._slot
+        own = torch.empty(_HEAD_NBYTES + max(length, slot), dtype=torch.uint8, device=self._world.device)
+        own[:8].view(torch.int64).fill_(length)
+        write_parts(parts, own[_HEAD_NBYTES:])
+        given = own[: _HEAD_NBYTES + slot]
+        everyone = [torch.empty_like(given) for _ in range(self._world.size)]
+        work = start_collective(dist.all_gather, everyone, given, group=self._world.group)
+        self._posted = _PostedGather(own, everyone, work)
 
     def collect(self, step: StepTransaction) -> Sequence[Tensor]:
-        """Send this rank's message and receive those of the others; see `AllGatherV`."""
-        own = torch.tensor([packed_nbytes(self._parts)], device=self._world.device)
-        longest = max(int(length) for length in self._gather(own))
-        message = torch.empty(longest, dtype=torch.uint8, device=self._world.device)
-        write_parts(self._parts, message)
-        self._parts = ()
-        return self._gather(message)
-
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
-        everyone = [torch.empty_like(tensor) for _ in range(self._world.size)]
-        run_collective(dist.all_gather, everyone, tensor, group=self._world.group)
-        return everyone
+        """Return the messages of all ranks; see `AllGatherV`."""
+        assert self._posted is not None, "post comes first"
+        (own, everyone, work), self._posted = self._posted, None
+        wait_for_collective(work)
+        slot = self._slot
+        longest = max(torch.stack([theirs[:8] for theirs in everyone]).view(torch.int64).view(-1).tolist())
+        self._slot = 0 if longest > _MOST_SLOT_NBYTES else next_slot(slot, longest, _MOST_SLOT_NBYTES)
+        messages = [theirs[_HEAD_NBYTES:] for theirs in everyone]
+        if longest <= slot:
+            return messages
+        own = own[_HEAD_NBYTES + slot :]
+        rest = torch.empty(longest - slot, dtype=torch.uint8, device=own.device)
+        rest[: len(own)] = own
+        rests = [torch.empty_like(rest) for _ in messages]
+        run_collective(dist.all_gather, rests, rest, group=self._world.group)
+        return [torch.cat(both) for both in zip(messages, rests, strict=True)] if slot else rests
 
 
 class GroupAllToAllV:
@@ -108,17 +134,15 @@ class GroupAllToAllV:
 
     def __init__(self, world: World) -> None:
         self._exchange = MessageExchange(size=world.size, rank=world.rank, group=world.group, most=_MOST_SLOT_NBYTES)
-        self._parts: Sequence[Sequence[Tensor]] = ()
 
     def post(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Store the messages until `collect` sends them: for each rank some vectors."""
-        self._parts = parts
+        """Begin to send the messages: for each rank some vectors. Every rank must call it."""
+        messages = []
+        for of_rank in parts:
+            write_parts(of_rank, message := torch.empty(packed_nbytes(of_rank), dtype=torch.uint8))
+            messages.append(message)
+        self._exchange.post(messages)
 
     def collect(self, step: StepTransaction) -> Sequence[Tensor]:
-        """Send the messages, and return one of each rank. Every rank must call it, after `post`."""
-        messages = []
-        for parts in self._parts:
-            write_parts(parts, message := torch.empty(packed_nbytes(parts), dtype=torch.uint8))
-            messages.append(message)
-        self._parts = ()
-        return self._exchange.exchange(messages)[1]
+        """Return the message of each rank. Every rank must call it, after `post`."""
+        return self._exchange.collect()[1]

@@ -100,7 +100,7 @@ class CollectiveEngine(GradientAccumulation):
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap, streams=streams)
         self._comparison, self._world, self._hosts = comparison, world, hosts
-        self._exchange = exchange
+        self._exchange, self._several_hosts = exchange, several_hosts
         self._limit_nbytes = _BUCKET_NBYTES
         self._first_nbytes: int | None = None
         if several_hosts:
@@ -263,6 +263,7 @@ class CollectiveEngine(GradientAccumulation):
                 widest=self._layouts.widest,
                 dtype=bucket.dtype,
                 device=bucket.device,
+                several_hosts=self._several_hosts,
             )
         if self._streams:
             self._hook()

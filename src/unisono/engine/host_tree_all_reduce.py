@@ -92,16 +92,18 @@ def group_all_reduce(
     widest: NodeLayout,
     dtype: torch.dtype,
     device: torch.device,
+    several_hosts: bool = False,
 ) -> GroupAllReduce:
     """Make the all-reduce of a vector through the process group. Every rank must call it.
 
     Args:
         hosts: The hosts of the ranks; None if they do not form a grid, or there is one host.
+        several_hosts: True if there is more than one.
     """
     if device.type != world.device.type:
         return CopiedAllReduce(world, numel, widest=widest, dtype=dtype, device=device)
     if hosts is None or device.type != "cpu" or numel * dtype.itemsize <= DIRECT_NBYTES:
-        return TreeAllReduce(world, numel, widest=widest, dtype=dtype, device=device)
+        return TreeAllReduce(world, numel, widest=widest, dtype=dtype, device=device, several_hosts=several_hosts)
     return HostTreeAllReduce(world, hosts, numel, widest=widest, dtype=dtype)
 
 

@@ -10,12 +10,13 @@ more; and not much shorter than those of this one, since long and short messages
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.freed_wait import run_collective
+from unisono.collectives.freed_wait import run_collective, start_collective, wait_for_collective
 from unisono.plan.alignment import WIRE_NBYTES, align_up
 
 __all__ = ["MessageExchange", "next_slot"]
@@ -33,6 +34,16 @@ def next_slot(slot: int, longest: int, most: int) -> int:
     (112, 3584, 4096)
     """
     return min(align_up(max(longest + longest // 8, slot - slot // 8), WIRE_NBYTES), most)
+
+
+class _PostedMessages(NamedTuple):
+    """An exchange that has begun."""
+
+    messages: Sequence[Tensor]
+    given: Tensor
+    """What is being sent; it must stay until the collective has ended."""
+    got: Tensor
+    work: dist.Work
 
 
 class MessageExchange:
@@ -53,31 +64,42 @@ class MessageExchange:
         self._size, self._rank, self._group, self._most, self._notes = size, rank, group, most, notes
         self._head_nbytes = align_up(8 * (notes + size), WIRE_NBYTES)
         self._slot = 0
+        self._posted: _PostedMessages | None = None
 
     def exchange(self, messages: Sequence[Tensor], notes: Sequence[int] = ()) -> tuple[list[list[int]], list[Tensor]]:
-        """Send a message to each rank, and receive one of each. Every rank must call it.
+        """Send a message to each rank, and receive one of each. Every rank must call it; see `post` and `collect`."""
+        self.post(messages, notes)
+        return self.collect()
+
+    def post(self, messages: Sequence[Tensor], notes: Sequence[int] = ()) -> None:
+        """Begin to send a message to each rank. Every rank must call it, and `collect` before the next one.
 
         Args:
             messages: The message to each rank, [n], uint8, contiguous. If all lengths are multiples of 16, so is the
-                place in memory where each begins that comes.
+                place in memory where each begins that comes. None of them may change until `collect` has returned.
             notes: What this rank tells all ranks.
-
-        Returns:
-            The notes of each rank, and the message of each.
         """
-        size, head_nbytes, slot = self._size, self._head_nbytes, self._slot
+        head_nbytes, slot = self._head_nbytes, self._slot
         lengths = [message.shape[0] for message in messages]
-        given = torch.empty((size, head_nbytes + slot), dtype=torch.uint8)
-        given[:, : 8 * (self._notes + size)] = torch.tensor([*notes, *lengths]).view(torch.uint8)
+        given = torch.empty((self._size, head_nbytes + slot), dtype=torch.uint8)
+        given[:, : 8 * (self._notes + self._size)] = torch.tensor([*notes, *lengths]).view(torch.uint8)
         for place, message, length in zip(given, messages, lengths, strict=True):
             if length and slot:
                 place[head_nbytes : head_nbytes + length] = message[:slot]
         got = torch.empty_like(given)
-        run_collective(dist.all_to_all_single, got.view(-1), given.view(-1), group=self._group)
-        heads: list[list[int]] = got[:, : 8 * (self._notes + size)].contiguous().view(torch.int64).tolist()
+        work = start_collective(dist.all_to_all_single, got.view(-1), given.view(-1), group=self._group)
+        self._posted = _PostedMessages(messages, given, got, work)
+
+    def collect(self) -> tuple[list[list[int]], list[Tensor]]:
+        """Return the notes of each rank, and the message of each. Every rank must call it, after `post`."""
+        assert self._posted is not None, "post comes first"
+        (messages, _, got, work), self._posted = self._posted, None
+        wait_for_collective(work)
+        slot = self._slot
+        heads: list[list[int]] = got[:, : 8 * (self._notes + self._size)].contiguous().view(torch.int64).tolist()
         of_all = [head[self._notes :] for head in heads]
         theirs = [of_rank[self._rank] for of_rank in of_all]
-        bodies = got[:, head_nbytes:]
+        bodies = got[:, self._head_nbytes :]
         longest = max(map(max, of_all))
         if longest > slot:
             found = self._with_rests(messages, bodies, theirs)

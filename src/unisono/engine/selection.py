@@ -170,7 +170,15 @@ class EngineFactory:
         """Make the all-reduce of a small vector. Every rank must call it, in the same order."""
         if self._shared is not None:
             return SharedAllReduce(self._shared[0], numel, widest=widest, dtype=dtype)
-        return group_all_reduce(self._world, self._hosts, numel, widest=widest, dtype=dtype, device=device)
+        return group_all_reduce(
+            self._world,
+            self._hosts,
+            numel,
+            widest=widest,
+            dtype=dtype,
+            device=device,
+            several_hosts=self._several_hosts,
+        )
 
 
 def select_engines(

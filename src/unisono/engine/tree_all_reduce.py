@@ -28,6 +28,8 @@ __all__ = ["DIRECT_NBYTES", "AllReduce", "MakeAllReduce", "NodeLayout", "NodeLay
 
 DIRECT_NBYTES = 64 * 1024
 """Up to this size latency decides, and a second phase costs more than sending everything to everyone."""
+_PAIR_NBYTES = 512 * 1024
+"""The same for two ranks on two hosts, which send no more in one phase than in two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,14 @@ class TreeAllReduce:
     """How often data is sent at most: in `launch`, and in `advance`, to be called once."""
 
     def __init__(
-        self, world: World, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
+        self,
+        world: World,
+        numel: int,
+        *,
+        widest: NodeLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        several_hosts: bool = False,
     ) -> None:
         """Allocate the rows. `widest` is the layout with all virtual ranks, which has the most nodes on every rank."""
         assert world.group is not None
@@ -109,7 +118,9 @@ class TreeAllReduce:
         self._batched = world.device.type != "cpu"
         self.numel = align_up(max(numel, 1), BUFFER_NUMEL * world.size)
         """The length of the vector, padded so that it divides into aligned segments."""
-        self._direct = world.size == 2 or self.numel * dtype.itemsize <= DIRECT_NBYTES
+        nbytes = self.numel * dtype.itemsize
+        self._direct = world.size == 2 or nbytes <= DIRECT_NBYTES
+        self._by_backend = world.size == 2 and not (several_hosts and nbytes <= _PAIR_NBYTES and not self._batched)
         self._counts = [len(nodes) for nodes in widest.nodes]
         self.rows = torch.zeros(self._counts[world.rank], self.numel, dtype=dtype, device=device).unbind()
         """This rank's rows, each of shape [numel]; unused padding stays zero."""
@@ -157,9 +168,9 @@ class TreeAllReduce:
         return self.total
 
     def _plan_for(self, layout: NodeLayout) -> _ReducePlan:
-        # The backend's all-reduce adds half of the vector on each rank, where a direct one adds all of it on both:
-        # 25M parameters train 1.2 times as fast, and 256 KiB take two thirds of the time.
-        if self._size == 2 and all(len(nodes) == 1 for nodes in layout.nodes):
+        # The backend's all-reduce adds half of the vector on each rank, where a direct one adds all of it on both: 25M
+        # parameters train 1.2 times as fast. But it sends twice in turn, which counts between hosts.
+        if self._by_backend and all(len(nodes) == 1 for nodes in layout.nodes):
             plan = self._plans[layout.leaves] = _ReducePlan([], [], [], self.rows[0], by_backend=True)
             return plan
         self._allocate_peer_rows()
