@@ -66,11 +66,28 @@ def test_ranks_write_the_rows_that_have_changed(fork_ranks, fork_python, kind, t
     assert [digests_of(job, least=n) for n, job in jobs] == expected
 
 
-def test_rows_come_in_one_round_where_lookups_are_named(fork_ranks, fork_python, kind, tmp_path):
+def test_rows_are_sent_ahead_where_lookups_are_named(fork_ranks, fork_python, kind, tmp_path):
     expected = digests(fork_python(PROGRAM, f"{kind}ahead", tmp_path), least=1)
     assert digests_of(fork_ranks(3, PROGRAM, f"{kind}ahead", tmp_path), least=1) == expected
     files = {"FILES": str(tmp_path)}
     assert digests_of(fork_ranks(2, PROGRAM, f"{kind}ahead", tmp_path, variables=files), least=1) == expected
+
+
+def test_what_is_done_between_steps_counts_for_rows_sent_ahead(fork_ranks, fork_python, kind, tmp_path):
+    expected = digests(fork_python(PROGRAM, f"{kind}between", tmp_path), least=1)
+    for n in (2, 3):
+        assert digests_of(fork_ranks(n, PROGRAM, f"{kind}between", tmp_path), least=1) == expected
+
+
+def test_rows_that_were_written_after_they_were_sent_are_refused(fork_ranks):
+    """By one rank alone, whose users have old ones; and by all, but past torch's counting of writes."""
+    job = fork_ranks(3, PROGRAM, "stale")
+    for step, users in ((6, "ranks 0, 2"), (7, "ranks 0-2")):
+        for rank in range(3):
+            told = [line for line in job.lines(rank) if line.startswith(f"refused in step {step}: ")]
+            assert len(told) == 1, job.out
+            assert "rows of table 'words' were written between two steps, after they had been sent" in told[0]
+            assert f"{users} used the old ones: write rows on all ranks, and by operations" in told[0]
 
 
 def test_traffic_grows_with_the_ids_of_a_step_alone(fork_ranks):

@@ -146,7 +146,8 @@ class CollectiveEngine(GradientAccumulation):
         """Add a leaf's totals; after this rank's last forward pass, begin the consistency check; see `Engine`."""
         super().close_forward(leaf, loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
         if leaf == self._sums[-1].node.stop - 1:
-            self._drain()  # before the last backward, which waits for the numbers of ranks that may still look rows up
+            if self._exchange is not None:
+                self._exchange.close()
             self._comparison.begin()
 
     def flush(self) -> None:
@@ -206,6 +207,8 @@ class CollectiveEngine(GradientAccumulation):
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""
         update_whole(self._optimizer, scaler)
+        if self._exchange is not None:
+            self._exchange.send_ahead()
 
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`. Sums that have been sent cannot be recalled: the engine is unusable then."""
@@ -312,6 +315,7 @@ class CollectiveEngine(GradientAccumulation):
         Ranks are compared before the first bucket: if they train different parameters, lengths of buckets differ.
         """
         if not self._launched and not self._buckets[0].waiting:
+            self._drain()  # others wait in the comparison, too, unless they still look rows up
             self._comparison.check()
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
             self._buckets[self._launched].all_reduce.launch()

@@ -19,7 +19,7 @@ from unisono.embedding.row_owners import RowOwners
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.zero_memory import zero_memory
-from unisono.engine.row_exchange import DividedTable
+from unisono.engine.row_requests import DividedTable
 from unisono.errors import RankMismatchError, UnisonoError
 from unisono.state.digest import digest
 

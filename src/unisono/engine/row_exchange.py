@@ -3,120 +3,44 @@
 Within a step, an evaluation or a prediction, a rank that needs rows of others begins a round: ranks tell each other
 which they ask for, then send the rows. Ranks need not look up equally often. One that is through with its samples, or
 has failed, answers the others in further rounds until all are through (`RowExchange.drain`). What has come is kept
-until the next step, since rows do not change within one. Start reading at `RowExchange.look_up`.
+until the next step, since rows do not change within one. If it is known what the next step looks up, a rank that is
+through asks for that as well, and it is sent after the update (`engine.pushed_rows`). Start reading at
+`RowExchange.look_up`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from unisono.collectives.freed_wait import run_collective
 from unisono.collectives.world import World
 from unisono.embedding.id_order import ordered_ids
-from unisono.embedding.located_rows import LocatedRows
-from unisono.embedding.row_map import RowMap
-from unisono.embedding.row_owners import RowOwners
-from unisono.embedding.table_file import TableFile
+from unisono.engine.fetched_rows import FetchedRows
 from unisono.engine.kept_updates import KeptUpdates
 from unisono.engine.message_exchange import MessageExchange
-from unisono.errors import UnisonoError
+from unisono.engine.pushed_rows import PushedRows
+from unisono.engine.row_requests import NOBODY, DividedTable, RowRequest, dealt, packed, unpacked
+from unisono.errors import RankMismatchError, UnisonoError
 from unisono.job.current import confirm_group
 from unisono.job.user_function import uncounted_collectives
+from unisono.text import name_ranks
 
-__all__ = ["DividedTable", "FetchedRows", "RowExchange", "by_table"]
+__all__ = ["RowExchange"]
 
 _MOST_NBYTES = 64 << 20
 """The rows of others that an evaluation keeps."""
 _MOST_SLOT_NBYTES = 32 << 10
 """A rank that is through with its samples sends empty slots in the rounds of others."""
-_NOBODY = -1
-"""Stands for the rank that has the row of an id without one."""
-_NOTHING, _SEVERAL = -1, -2
-"""Stand for the number of a table in the message of a rank that asks for no rows, or for those of several tables."""
-
-
-class DividedTable(NamedTuple):
-    """A table whose rows are divided over ranks."""
-
-    name: str
-    weight: Tensor
-    """[rows, dim], with the rows that this rank has, and zeros."""
-    rows: LocatedRows
-    owners: RowOwners
-    padding: int | None
-    """An id whose row reads as zeros as long as it has not been written; None: there is none."""
-    file: TableFile | None
-    """What has the rows and their state; None: they are in memory."""
-
-    @property
-    def row_nbytes(self) -> int:
-        """The size of a row."""
-        return self.weight.shape[1] * self.weight.element_size()
-
-    def read(self, rows: Tensor) -> Tensor:
-        """Return the values of rows that this rank has, [n, dim]."""
-        weight = self.weight.detach()
-        if isinstance(self.rows, RowMap):
-            return weight.index_select(0, rows)
-        source, places = self.rows.locate_own(weight, rows, padding=self.padding)
-        return source.index_select(0, places)
-
-
-class _RowRequest(NamedTuple):
-    """Different rows of a table that other ranks have."""
-
-    number: int
-    """The number of the table."""
-    rows: Tensor
-    owners: Tensor
-    """The rank that has each row."""
-
-
-class FetchedRows:
-    """Rows of other ranks, by their number.
-
-    >>> fetched = FetchedRows(torch.empty(0, 2))
-    >>> fetched.add(torch.tensor([3, 7]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    >>> fetched.places(torch.tensor([7, 5])).tolist(), fetched.values[1].tolist()
-    ([1, -1], [3.0, 4.0])
-    """
-
-    def __init__(self, like: Tensor) -> None:
-        self._count = 0
-        self.values = like.new_empty((0, like.shape[1]))
-        """The rows, and room for more behind them."""
-        self._rows = self._places = torch.empty(0, dtype=torch.int64)
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the rows."""
-        return self._count * self.values.shape[1] * self.values.element_size()
-
-    def places(self, rows: Tensor) -> Tensor:
-        """Return where in `values` each row is, [n]; -1 for those that are not there."""
-        if not self._count:
-            return torch.full_like(rows, -1)
-        found = torch.searchsorted(self._rows, rows).clamp_(max=self._count - 1)
-        return torch.where(self._rows[found] == rows, self._places[found], -1)
-
-    def add(self, rows: Tensor, values: Tensor) -> None:
-        """Add different rows that are not there yet."""
-        start, self._count = self._count, self._count + len(rows)
-        if self._count > len(self.values):
-            larger = self.values.new_empty((max(2 * start, self._count), values.shape[1]))
-            larger[:start] = self.values[:start]
-            self.values = larger
-        self.values[start : self._count] = values
-        every = torch.cat([self._rows, rows])
-        self._rows, order = torch.sort(every)
-        self._places = torch.cat([self._places, torch.arange(start, self._count)])[order]
+_NOTHING, _SEVERAL, _AHEAD = -1, -2, -3
+"""Stand for the number of a table in the message of a rank that asks for no rows, for those of several tables, or for
+those of the next step."""
 
 
 class RowExchange:
@@ -140,13 +64,20 @@ class RowExchange:
         self.updates = KeptUpdates(world, [table.weight for table in tables]) if self.shift else None
         """Lets ranks end a step in which another one dies; None if rows are not kept twice."""
         self._fetched = [FetchedRows(table.weight) for table in tables]
-        self._is_open = self._keeps = self._is_broken = self._is_complete = False
+        self._pushed = PushedRows(world, tables)
+        self._is_open = self._is_closing = self._keeps = self._is_broken = self._is_complete = False
+        self._written: dict[int, tuple[bool, int]] = {}
+        """By rank, if it has used rows that were sent ahead, and the number of a table of which others were wrong."""
         self._announced: Mapping[int, Tensor] = {}
         self._next_announced: Mapping[int, Tensor] = {}
-        self.sent_nbytes = 0
-        """The bytes of ids and rows that this rank has sent to others."""
+        self._sent_nbytes = 0
         for number, table in enumerate(tables):
             table.rows.look_up = partial(self.look_up, number)
+
+    @property
+    def sent_nbytes(self) -> int:
+        """The bytes of ids and rows that this rank has sent to others."""
+        return self._sent_nbytes + self._pushed.sent_nbytes
 
     @property
     def shift(self) -> int:
@@ -156,24 +87,33 @@ class RowExchange:
     def connect(self) -> None:
         """Make a process group for the ranks that there are now. Every one of these must call it."""
         world = self._world
-        self._is_open = self._is_broken = False
+        self._is_open = self._is_closing = self._is_broken = False
+        self._pushed.forget()
         self._group = dist.new_group(timeout=timedelta(seconds=world.timeout_s))
         self._requests = MessageExchange(
-            size=world.size, rank=world.rank, group=self._group, most=_MOST_SLOT_NBYTES, notes=2
+            size=world.size, rank=world.rank, group=self._group, most=_MOST_SLOT_NBYTES, notes=4
         )
 
     def disconnect(self) -> None:
         """Release the process group."""
         self._group = self._requests = None
-        self._is_open = False
+        self._is_open = self._is_closing = False
+        self._pushed.forget()
 
     def begin(self, *, is_step: bool) -> None:
-        """Begin a step, or an evaluation, which writes no rows. Every rank must call it; local."""
+        """Begin a step, or an evaluation, which writes no rows. Every rank must call it; local.
+
+        Where lookups come before the calls of a step (`joint`), a step may have begun with them.
+        """
+        if is_step and self._joint and self._is_open and self._keeps:
+            return
         self._fetched = [FetchedRows(table.weight) for table in self.tables]
-        self._is_open, self._keeps, self._is_complete = True, is_step, False
-        self._announced = {}
+        self._is_open, self._keeps = True, is_step
+        self._is_complete = is_step and self._joint and self._pushed.is_complete
+        self._announced, self._written = {}, {}
         if is_step:
             self._announced, self._next_announced = self._next_announced, {}
+            self._pushed.begin()
             if self.updates is not None:
                 self.updates.forget()
 
@@ -188,6 +128,7 @@ class RowExchange:
         Raises:
             UnisonoError: Neither a step nor an evaluation is under way, or the exchange has failed.
         """
+        self._take_pushed()
         if self._announced and self._is_open:
             announced, self._announced = self._announced, {}
             self._bring(announced)
@@ -197,8 +138,8 @@ class RowExchange:
         places = torch.empty_like(order).index_copy_(0, order, inverse)
         values = table.weight.new_empty((len(distinct), table.weight.shape[1]))
         rows = table.rows.numbers(distinct)
-        owners = torch.where(rows < 0, _NOBODY, table.owners.of(rows))
-        is_kept, is_new = table.owners.kept_by(self._world.rank, owners), owners == _NOBODY
+        owners = table.owners_of(rows)
+        is_kept, is_new = table.owners.kept_by(self._world.rank, owners), owners == NOBODY
         if len(kept := is_kept.nonzero().view(-1)):
             values.index_copy_(0, kept, table.read(rows[kept]))
         if len(new := is_new.nonzero().view(-1)):
@@ -210,7 +151,7 @@ class RowExchange:
         return values, places
 
     def announce(self, lookups: Mapping[int, Tensor]) -> None:
-        """Note what the next step will look up, so that its rows come in one round, with the first lookup. Local.
+        """Note what the step that begins next will look up, so that its rows come in one round. Local.
 
         No value depends on it: some ids may be missing, or not be looked up.
 
@@ -218,6 +159,16 @@ class RowExchange:
             lookups: The ids by the number of the table, [n], int64.
         """
         self._next_announced = lookups
+
+    def announce_ahead(self, lookups: Mapping[int, Tensor] | None) -> None:
+        """Note what the step behind that one will look up, so that its rows are sent when they are updated. Local.
+
+        If a step is under way, it is the one behind this one. No value depends on it.
+
+        Args:
+            lookups: See `announce`; None: that is not known.
+        """
+        self._pushed.announce(lookups)
 
     @torch.no_grad()
     def fetch(self, lookups: Mapping[int, Tensor]) -> None:
@@ -228,18 +179,91 @@ class RowExchange:
         Args:
             lookups: See `announce`. Other ids cannot be looked up if rows of others are needed for them.
         """
+        self._take_pushed()
         self._is_complete = False
         self._bring(lookups)
         self._is_complete = self._keeps
 
+    def close(self) -> None:
+        """Begin to tell others that this rank is through with the lookups of a step, and what it needs for the next.
+
+        Local. `drain` ends it: other ranks wait for this one there if they still look up.
+        """
+        self._close(self._pushed.ask())
+
     def drain(self) -> None:
-        """Answer other ranks until all are through. Every rank must call it, once after each `begin`, or more often."""
+        """Answer other ranks until all are through. Every rank must call it, once after each `begin`, or more often.
+
+        Raises:
+            RankMismatchError: On all ranks, if rows were written between two steps on some of them, after they had
+                been sent to others.
+            PeerError: Another rank has died or does not come.
+        """
+        self._close(None)
+        if not self._is_closing:
+            return
+        self._is_closing = False
+        with self._unless_broken():
+            is_done, _ = self._answered([], [])
+        while not is_done:
+            is_done, _ = self._round([])
+        self._check_written()
+
+    def send_ahead(self) -> None:
+        """Begin to send what the next step looks up. Every rank must call it, after the update of a step."""
+        if not self._is_broken:
+            with self._unless_broken():
+                self._pushed.send(self._group)
+
+    def drop_ahead(self) -> None:
+        """Receive for nothing what was sent for the next step: rows will be others. Every rank must call it."""
+        self._pushed.drop()
+
+    def _close(self, messages: Sequence[Tensor] | None) -> None:
+        """Begin the round in which this rank says that it is through, unless it has.
+
+        Args:
+            messages: What it asks for the next step, of each rank; None: nothing.
+        """
         if not self._is_open:
             return
         self._is_open = False
-        is_done = self._is_broken
-        while not is_done:
-            is_done, _ = self._round([])
+        if not self._is_broken:
+            self._is_closing = True
+            with self._unless_broken():
+                if messages is None:
+                    self._ask(_NOTHING, self._silence())
+                else:
+                    self._ask(_AHEAD, messages)
+
+    def _take_pushed(self) -> None:
+        """Add the rows that were sent ahead to those that have come."""
+        if self._pushed.is_coming and self._is_open and self._keeps and not self._is_broken:
+            was_complete = self._pushed.is_complete
+            with self._unless_broken():
+                taken = self._pushed.take()
+            if taken:
+                confirm_group()
+            for number, rows, values in taken:
+                self._fetched[number].add(rows, values)
+            if self._pushed.has_used:
+                self._announced = {}  # as this is what was said to be looked up
+            if was_complete and not self._pushed.has_used:
+                self._is_complete = False
+
+    def _check_written(self) -> None:
+        """Refuse a step in which a rank has used rows that were written after they had been sent."""
+        written, self._written = self._written, {}
+        number = max((number for _, number in written.values()), default=_NOTHING)
+        users = [rank for rank, (has_used, _) in sorted(written.items()) if has_used]
+        self._pushed.settle()
+        if number != _NOTHING and users:
+            raise RankMismatchError(
+                f"rows of table {self.tables[number].name!r} were written between two steps, after they had been sent "
+                f"to the ranks that look them up next, and {name_ranks(users)} used the old ones: write rows on "
+                "all ranks, and by operations on the weight itself, not on weight.data; or do not say what the next "
+                "step looks up (lookups=, ahead=True)"
+            )
 
     @property
     def _is_round(self) -> bool:
@@ -261,13 +285,14 @@ class RowExchange:
             if self._is_complete:
                 raise UnisonoError(
                     f"table {table.name!r} is divided over ranks, and {len(missing)} of the rows that are looked up "
-                    "have not come, as shared.fetch has not got their ids: give it all ids of the step, or leave it out"
+                    "have not come, as shared.fetch has not got their ids: give it all ids of the step, or leave it "
+                    "out"
                 )
             if not self._keeps and fetched.nbytes > _MOST_NBYTES:
                 self._fetched[number] = fetched = FetchedRows(table.weight)
                 missing = torch.arange(len(rows))
             wanted = rows[missing]
-            _, (came,) = self._round([_RowRequest(number, wanted, owners[missing])])
+            _, (came,) = self._round([RowRequest(number, wanted, owners[missing])])
             fetched.add(wanted, came)
             places = fetched.places(rows)
         elif self._is_round:
@@ -280,69 +305,100 @@ class RowExchange:
         for number in sorted(lookups):
             table = self.tables[number]
             rows = table.rows.numbers(torch.unique(lookups[number]))
-            owners = torch.where(rows < 0, _NOBODY, table.owners.of(rows))
+            owners = table.owners_of(rows)
             is_here = table.owners.kept_by(self._world.rank, owners) | (self._fetched[number].places(rows) >= 0)
             missing = (is_here | (rows < 0)).logical_not_().nonzero().view(-1)
             if len(missing):
-                found.append(_RowRequest(number, rows[missing], owners[missing]))
+                found.append(RowRequest(number, rows[missing], owners[missing]))
         if found or self._is_round:
             for wanted, values in zip(found, self._round(found)[1], strict=True):
                 self._fetched[wanted.number].add(wanted.rows, values)
 
-    def _round(self, wanted: Sequence[_RowRequest]) -> tuple[bool, list[Tensor]]:
-        """Ask other ranks for rows, by the number of the table, or for nothing, and answer them.
+    def _round(self, wanted: Sequence[RowRequest]) -> tuple[bool, list[Tensor]]:
+        """Ask other ranks for rows, of each table at most once, or for nothing, and answer them.
 
         Returns:
             True if all ranks are through; and the rows, in the order in which they are wanted.
         """
         if self._is_broken:
             raise UnisonoError("rows of other ranks do not come any more, since an earlier exchange has failed")
-        self._is_broken = True  # unless all of it succeeds
-        with uncounted_collectives():
-            result = self._exchanged(wanted)
-        confirm_group()
-        self._is_broken = False
-        return result
-
-    def _exchanged(self, wanted: Sequence[_RowRequest]) -> tuple[bool, list[Tensor]]:
         size = self._world.size
-        number = _NOTHING if not wanted else wanted[0].number if len(wanted) == 1 else _SEVERAL
-        orders = [torch.argsort(each.owners, stable=True) for each in wanted]
-        counts = [torch.bincount(each.owners, minlength=size).tolist() for each in wanted]
-        of_tables = [
-            torch.split(each.rows.index_select(0, order), of_ranks)
-            for each, order, of_ranks in zip(wanted, orders, counts, strict=True)
-        ]
-        requests = [[of_ranks[rank] for of_ranks in of_tables] for rank in range(size)]
-        if number == _SEVERAL:
-            heads = torch.zeros((size, len(self.tables)), dtype=torch.int64)
-            for each, of_ranks in zip(wanted, counts, strict=True):
-                heads[:, each.number] = torch.tensor(of_ranks)
-            requests = [[head, *parts] for head, parts in zip(heads, requests, strict=True)]
-        nothing = torch.empty(0, dtype=torch.int64)
-        messages = [(_joined(parts) if parts else nothing).view(torch.uint8) for parts in requests]
+        with self._unless_broken():
+            parts = [dealt(each.rows, each.owners, size) for each in wanted]
+            if not wanted:
+                self._ask(_NOTHING, self._silence())
+            elif len(wanted) == 1:
+                self._ask(wanted[0].number, [rows.view(torch.uint8) for rows in parts[0][0]])
+            else:
+                of_tables = {each.number: of_ranks for each, (of_ranks, _) in zip(wanted, parts, strict=True)}
+                nothing = [torch.empty(0, dtype=torch.int64)] * size
+                vectors = [of_tables.get(number, nothing) for number in range(len(self.tables))]
+                self._ask(_SEVERAL, [packed(of_rank).view(torch.uint8) for of_rank in zip(*vectors, strict=True)])
+            return self._answered(wanted, parts)
+
+    @contextmanager
+    def _unless_broken(self) -> Iterator[None]:
+        """Take exchanges for broken unless what is inside succeeds."""
+        self._is_broken = True
+        with uncounted_collectives():
+            yield
+        self._is_broken = False
+
+    def _silence(self) -> list[Tensor]:
+        return [torch.empty(0, dtype=torch.uint8)] * self._world.size
+
+    def _ask(self, number: int, messages: Sequence[Tensor]) -> None:
+        """Begin a round.
+
+        Args:
+            number: That of the table of which this rank asks for rows, or what stands for it.
+            messages: What it asks of each rank, uint8.
+        """
         assert self._requests is not None
-        told, asked = self._requests.exchange(messages, (int(self._is_open), number))
-        is_done = not any(is_open for is_open, _ in told)
-        if all(theirs == _NOTHING for _, theirs in told):
+        written = None if self._is_open else self._pushed.overwritten()
+        notes = (int(self._is_open), number, int(self._pushed.has_used), _NOTHING if written is None else written)
+        self._requests.post(messages, notes)
+        self._sent_nbytes += sum(map(len, messages))
+
+    def _answered(
+        self, wanted: Sequence[RowRequest], of_tables: Sequence[tuple[list[Tensor], Tensor]]
+    ) -> tuple[bool, list[Tensor]]:
+        """Answer what ranks ask in the round that has begun, and return what `_round` does.
+
+        Args:
+            wanted: What this rank has asked for.
+            of_tables: How `dealt` has dealt it.
+        """
+        assert self._requests is not None
+        size = self._world.size
+        told, messages = self._requests.collect()
+        questions: list[list[tuple[int, Tensor]]] = []
+        for rank, ((is_open, number, has_used, written), message) in enumerate(zip(told, messages, strict=True)):
+            questions.append(self._question(number, message))
+            if number == _AHEAD:
+                self._pushed.note(rank, message)
+            if not is_open:
+                self._written.setdefault(rank, (bool(has_used), written))
+        is_done = not any(is_open for is_open, *_ in told)
+        if not any(number == _SEVERAL or number >= 0 for _, number, *_ in told):
+            confirm_group()
             return is_done, []
-        questions = [self._question(theirs, of_rank) for (_, theirs), of_rank in zip(told, asked, strict=True)]
-        answers = [
-            [self.tables[k].read(rows).view(-1).view(torch.uint8) for k, rows in of_rank] for of_rank in questions
-        ]
+        nothing = torch.empty(0, dtype=torch.uint8)
+        answers = [[self.tables[k].read(rows).view(-1).view(torch.uint8) for k, rows in each] for each in questions]
         row_nbytes = [self.tables[each.number].row_nbytes for each in wanted]
         taken = [
-            [of_ranks[rank] * nbytes for of_ranks, nbytes in zip(counts, row_nbytes, strict=True)]
+            [len(of_ranks[rank]) * nbytes for (of_ranks, _), nbytes in zip(of_tables, row_nbytes, strict=True)]
             for rank in range(size)
         ]
-        answer = _joined([nothing.view(torch.uint8), *(part for parts in answers for part in parts)])
+        answer = torch.cat([nothing, *(part for parts in answers for part in parts)])
         received = torch.empty(sum(map(sum, taken)), dtype=torch.uint8)
         sent = [sum(map(len, parts)) for parts in answers]
         run_collective(dist.all_to_all_single, received, answer, [*map(sum, taken)], sent, group=self._group)
-        self.sent_nbytes += sum(map(len, messages)) + len(answer)
+        confirm_group()
+        self._sent_nbytes += len(answer)
         pieces = torch.split(received, [nbytes for of_rank in taken for nbytes in of_rank])
         found = []
-        for k, (each, order) in enumerate(zip(wanted, orders, strict=True)):
+        for k, (each, (_, order)) in enumerate(zip(wanted, of_tables, strict=True)):
             weight = self.tables[each.number].weight
             came = (received if len(wanted) == 1 else torch.cat(pieces[k :: len(wanted)])).view(weight.dtype)
             values = weight.new_empty((len(each.rows), weight.shape[1]))
@@ -351,30 +407,9 @@ class RowExchange:
 
     def _question(self, number: int, message: Tensor) -> list[tuple[int, Tensor]]:
         """Return the rows that a rank asks for, by the number of the table."""
-        if number == _NOTHING:
+        if number in (_NOTHING, _AHEAD):
             return []
         rows = message.view(torch.int64)
         if number != _SEVERAL:
             return [(number, rows)]
-        counts: list[int] = rows[: len(self.tables)].tolist()
-        parts = torch.split(rows[len(self.tables) :], counts)
-        return [(k, part) for k, part in enumerate(parts) if len(part)]
-
-
-def by_table(exchange: RowExchange, lookups: Iterable[tuple[nn.Module, Tensor]]) -> dict[int, Tensor]:
-    """Return the ids of lookups by the number of the table, of those tables that are divided.
-
-    Args:
-        exchange: Knows the numbers.
-        lookups: Modules of tables, each perhaps several times, and ids, [n], int64.
-    """
-    numbers = {id(table.weight): number for number, table in enumerate(exchange.tables)}
-    found: dict[int, list[Tensor]] = {}
-    for module, ids in lookups:
-        if (number := numbers.get(id(module.weight))) is not None:
-            found.setdefault(number, []).append(ids)
-    return {number: _joined(parts) for number, parts in found.items()}
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+        return [(k, part) for k, part in enumerate(unpacked(rows, len(self.tables))) if len(part)]

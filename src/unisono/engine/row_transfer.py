@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives.world import World, as_bytes
-from unisono.engine.row_exchange import DividedTable
+from unisono.engine.row_requests import DividedTable
 from unisono.state.row_column import RowColumn
 
 __all__ = ["RowTransfer", "RowedTensor"]

@@ -20,7 +20,7 @@ from unisono.embedding.row_optimizers import rule_named
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.zero_memory import zero_memory
 from unisono.engine.model_contents import parameter_names
-from unisono.engine.row_exchange import DividedTable
+from unisono.engine.row_requests import DividedTable
 from unisono.engine.row_transfer import RowedTensor, RowTransfer
 
 __all__ = ["NamedTensors", "Where"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.arguments import choice
+from unisono.arguments import choice, flag
 from unisono.collectives.world import World
 from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.row_map import RowMap
@@ -25,7 +25,8 @@ from unisono.engine.base import Preparation, Trained
 from unisono.engine.description import check_equal_documents, describe_groups, describe_row_updates, plain
 from unisono.engine.divided_rows import check_equal_rows, divide_rows
 from unisono.engine.model_contents import parameter_names
-from unisono.engine.row_exchange import RowExchange, by_table
+from unisono.engine.row_exchange import RowExchange
+from unisono.engine.row_requests import by_table
 from unisono.engine.rowed_tensors import NamedTensors
 from unisono.engine.step_fingerprint import StepFingerprint, intent_of_call
 from unisono.engine.step_transaction import StepTransaction
@@ -153,24 +154,34 @@ class SharedTables:
         self.steps += 1
         self._begin()
 
-    def fetch(self, lookups: Mapping[str, Tensor]) -> None:
+    def fetch(self, lookups: Mapping[str, Tensor], *, ahead: bool = False) -> None:
         """Bring the rows that this step will look up, of all tables in one exchange. Every rank must call it.
 
         Without it, each lookup is an exchange of all ranks where rows are divided. Until `step`, lookups send nothing
         then, so ranks may make them differently often, and other ids cannot be looked up. Call it again for the next
         micro-batch of the same step. Where ranks have one copy, it only checks its argument.
 
+        With ahead=True, it is for the step behind this one, and local: `step` sends the rows as soon as they are
+        updated, so no rank waits for a question and its answer. If a rank leaves that out, as at the end of its data,
+        the lookups of the next step are exchanges on all ranks.
+
         Args:
             lookups: The ids by the name of the table, of any shape and order; some may not be looked up.
+            ahead: True for what the next step will look up; once in a step.
 
         Raises:
             TypeError, ValueError, IndexError: See `Tables.prefetch`.
             PeerError: Another rank has died or does not come.
         """
         self._check_loaded()
-        named = self._rows.named(lookups, source="what fetch gets")
-        if self._exchange is not None:
-            self._exchange.fetch(by_table(self._exchange, named))
+        named, ahead = self._rows.named(lookups, source="what fetch gets"), flag("ahead", ahead)
+        if self._exchange is None:
+            return
+        ids = by_table(self._exchange.tables, named)
+        if ahead:
+            self._exchange.announce_ahead(ids)
+        else:
+            self._exchange.fetch(ids)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -227,6 +238,7 @@ class SharedTables:
         refuse_single_part(parts)
         if self._exchange is not None:
             self._exchange.drain()
+            self._exchange.drop_ahead()
         self._settle()
 
         def load() -> int:

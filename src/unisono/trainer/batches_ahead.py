@@ -2,13 +2,13 @@
 
 Where tables are in files, a batch is dealt after the rows that the next one looks up have been asked for: so it is read
 one step before. The place of the run counts dealt batches, so nothing else changes: an error, in reading it or in the
-user's function, is raised when the loop asks for the batch. Where rows are divided over ranks, those of a step come in
-one exchange.
+user's function, is raised when the loop asks for the batch. Where rows are divided over ranks, those of a step are sent
+at the end of the one before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from unisono.arguments import function
 from unisono.data.batch import Batch
 from unisono.embedding.rows_ahead import RowsAhead
 from unisono.embedding.tables import tables_in
-from unisono.engine.row_exchange import RowExchange, by_table
+from unisono.engine.row_exchange import RowExchange
+from unisono.engine.row_requests import by_table
 
 __all__ = ["BatchesAhead", "Lookups"]
 
@@ -49,41 +50,37 @@ class BatchesAhead:
         self._lookups, self._rows, self._exchange = lookups, RowsAhead(tables), exchange
 
     def deal(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
-        """Yield batches; where tables are in files, each after the next one is read and its rows are asked for."""
-        if not self._rows.has_files:
-            for batch in batches:
-                if self._exchange is not None:
-                    self._announce(self._lookups_of(batch))
-                yield batch
+        """Yield batches, each after the next one is read and its rows are asked for, where that is of use."""
+        if not self._rows.has_files and self._exchange is None:
+            yield from batches
             return
         try:
             ahead = self._next(batches)
             while ahead is not None:
                 if isinstance(ahead, Exception):
                     raise ahead
-                (batch, lookups), ahead = ahead, self._next(batches)
-                self._announce(lookups)
+                (batch, ids), ahead = ahead, self._next(batches)
+                if self._exchange is not None:
+                    self._exchange.announce(ids)
+                    self._exchange.announce_ahead(ahead[1] if isinstance(ahead, tuple) else None)
                 yield batch
         finally:
             self._rows.end()
 
-    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, list[Mapping[str, Tensor]]] | Exception | None:
-        """Return the next batch with its lookups, None after the last one, or what reading it has raised."""
+    def _next(self, batches: Iterator[Batch]) -> tuple[Batch, dict[int, Tensor]] | Exception | None:
+        """Return the next batch with the ids that it looks up, by the number of the table where rows are divided.
+
+        It is None after the last one, or what reading it has raised.
+        """
         try:
             batch = next(batches, None)
             if batch is None:
                 return None
-            lookups = self._lookups_of(batch)
+            lookups = [self._lookups(each) for each in batch.micro_batches]
             self._rows.begin(lookups, source=_SOURCE)
+            if self._exchange is None:
+                return batch, {}
+            named = [each for of_one in lookups for each in self._rows.named(of_one, source=_SOURCE)]
+            return batch, by_table(self._exchange.tables, named)
         except Exception as error:  # of the user's dataset or function: it is raised when the loop asks for the batch
             return error
-        return batch, lookups
-
-    def _lookups_of(self, batch: Batch) -> list[Mapping[str, Tensor]]:
-        return [self._lookups(each) for each in batch.micro_batches]
-
-    def _announce(self, lookups: Sequence[Mapping[str, Tensor]]) -> None:
-        """Let the rows that the step looks up come in one exchange."""
-        if self._exchange is not None:
-            named = [each for of_one in lookups for each in self._rows.named(of_one, source=_SOURCE)]
-            self._exchange.announce(by_table(self._exchange, named))

@@ -194,6 +194,7 @@ class DividedTables:
             name: The name of the tensor.
             read: Returns rows start <= row < stop, contiguous, on rank 0; None on the others.
         """
+        self.exchange.drop_ahead()
         number = self.tensors.names.index(("model", name))
         rowed = self._transfer.tensors[number]
         spans = spans_of(len(rowed.form), [0], self._world.size)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.engine.row_changes import RowChanges
-from unisono.engine.row_exchange import DividedTable
+from unisono.engine.row_requests import DividedTable
 from unisono.engine.row_transfer import RowTransfer
 from unisono.errors import CheckpointError
 from unisono.state.codec import Json

@@ -42,7 +42,7 @@ def settings(draw):
     return common
 
 
-def ids_for(table, draw):
+def ids_for(table, draw, generator):
     """A few ids, or none."""
     ids = (torch.rand(draw.choice([0, 1, 5, 40]), 3, generator=generator) ** 2 * (table.rows or 500)).long()
     return ids * 0x9E3779B97F4A7C1 - 77 if table.rows is None else ids.int() if draw.random() < 0.3 else ids
@@ -54,42 +54,46 @@ def loss_of(table, ids):
     return found.square().sum() if table.table.pooling is None else scaled.sum()
 
 
-def look_up(table, draw):
-    """A loss of one lookup of a few ids, or of none."""
-    return loss_of(table, ids_for(table.table, draw))
+def lookups_of(step):
+    """What this rank looks up in a step, and in the evaluation behind it: names and ids."""
+    of_all, own = random.Random(1000 * seed + step), random.Random(10 * (1000 * seed + step) + rank)
+    generator = torch.Generator().manual_seed(own.randint(0, 10**6))
+    # Nothing else makes ranks wait here, so they need not look up equally often.
+    counts = [of_all.randint(0, 4) if of_all.random() < 0.5 else own.randint(0, 5), own.randint(0, 4)]
+    names = [[own.choice([*tables]) for _ in range(count)] for count in counts]
+    return [[(name, ids_for(tables[name].table, own, generator)) for name in of_part] for of_part in names]
+
+
+def by_name(drawn):
+    """All ids of some lookups, by name."""
+    found = {}
+    for name, ids in drawn:
+        found[name] = torch.cat([found.get(name, ids[:0].view(-1)), ids.reshape(-1)])
+    return found
 
 
 draw = random.Random(seed)
 settings_of = {name: settings(draw) for name in ("a", "b", "c")[: draw.randint(1, 3)]}
 torch.manual_seed(seed + draw.choice([0, rank]))  # first values are rank 0's
 tables = Tables({name: Table(**each) for name, each in settings_of.items()}, divided=True)
-modules = [*tables.values()]
 shared = share_tables(tables, engine=engine)
 if str(start) != "-":
     shared.load_state_dict(torch.load(path, mmap=True) for path in start.glob("*.pt"))
 for step in range(first, last):
-    of_all, own = random.Random(1000 * seed + step), random.Random(10 * (1000 * seed + step) + rank)
-    generator = torch.Generator().manual_seed(own.randint(0, 10**6))
-    # Nothing else makes ranks wait here, so they need not look up equally often.
-    count = of_all.randint(0, 4) if of_all.random() < 0.5 else own.randint(0, 5)
-    if of_all.random() < 0.3:  # lookups are then no exchanges, so ranks make them as often as they like
-        count = own.randint(0, 5)
-        choices = [own.choice([*tables]) for _ in range(count)]
-        ids_of = {}
-        drawn = [(name, ids_for(tables[name].table, own)) for name in choices]
-        for name, ids in drawn:
-            ids_of[name] = torch.cat([ids_of.get(name, ids[:0].view(-1)), ids.reshape(-1)])
-        shared.fetch(ids_of)
-        losses = [loss_of(tables[name], ids) for name, ids in drawn]
-    else:
-        losses = [look_up(own.choice(modules), own) for _ in range(count)]
+    of_all, own = random.Random(f"{seed} {step}"), random.Random(f"{seed} {step} {rank}")
+    drawn, in_evaluation = lookups_of(step)
+    if of_all.random() < 0.3:  # lookups are then no exchanges
+        shared.fetch(by_name(drawn))
+    if of_all.random() < 0.4 or own.random() < 0.2:  # by all ranks, or by some
+        shared.fetch(by_name(lookups_of(step + 1)[0]), ahead=True)
+    losses = [loss_of(tables[name], ids) for name, ids in drawn]
     if losses:
         sum(losses).backward()
     shared.step()
     if of_all.random() < 0.3:
         with shared.evaluation(), torch.no_grad():
-            for _ in range(own.randint(0, 4)):
-                look_up(own.choice(modules), own)
+            for name, ids in in_evaluation:
+                loss_of(tables[name], ids)
 end.mkdir(exist_ok=True)
 torch.save(shared.state_dict(), end / f"{rank}.pt")
 unisono.comm.barrier()

@@ -4,6 +4,7 @@ With DIVIDED=0 in the environment, each rank has whole tables; with FILES, two t
 "dynamic" among the kinds, tables are dynamic.
 """
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -200,7 +201,7 @@ def changes():
     def all_to_all_single(output, tensor, *args, group, **kwargs):
         if group is dist.group.WORLD and sys._getframe(1).f_code.co_filename.endswith("row_transfer.py"):
             sent.append(tensor.nbytes)
-        original(output, tensor, *args, group=group, **kwargs)
+        return original(output, tensor, *args, group=group, **kwargs)
 
     dist.all_to_all_single = all_to_all_single
     trainer = make(Adam(lr=0.1), directory=directory, checkpoints=unisono.Checkpoints(every_steps=1, keep=20))
@@ -252,13 +253,15 @@ def traffic():
     return {}
 
 
-def ahead():
-    """Rows of all lookups of a step come in one round if their ids are named; values do not depend on it."""
+def named(batch):
+    """What a micro-batch looks up."""
+    x = batch[0]
+    bags = (x[:, 3:] % 400) * (x[:, 3:] % 3 == 0)
+    return {"bags": bags * FACTOR, "rare": x[:, 0] % 2 * FACTOR, "words": x[:, :3] * FACTOR}
 
-    def named(batch):
-        x = batch[0]
-        bags = (x[:, 3:] % 400) * (x[:, 3:] % 3 == 0)
-        return {"bags": bags * FACTOR, "rare": x[:, 0] % 2 * FACTOR, "words": x[:, :3] * FACTOR}
+
+def ahead():
+    """Rows of all lookups of a step are sent ahead if their ids are named; values do not depend on it."""
 
     def named_in_part(batch):
         return {"bags": named(batch)["bags"][:1], "words": batch[0] * 0 + 7}
@@ -275,10 +278,56 @@ def ahead():
             of_steps.append(len(rounds) - before)
             trainer.evaluate(loss, data())
         digests.append(trainer.digest())
-        if exchange is not None:  # one for the rows, and one in which all hear that all are through
-            assert max(of_steps) <= 2 if lookups is named else DYNAMIC or min(of_steps) > 2, of_steps
+        if exchange is not None:  # beside the one in which all hear that all are through
+            assert of_steps == [not DYNAMIC, 0, 0, 0, 0] if lookups is named else DYNAMIC or min(of_steps) > 1, of_steps
     assert digests[0] == digests[1]
     return {"ahead": digests[0]}
+
+
+def between():
+    """What is done between two steps counts, also for rows that were sent ahead."""
+    trainer, folder, found = make(Adam(lr=0.1)), Path(sys.argv[2]), []
+    words, ids = trainer.model.words, data().tensors[0][:, 0].unique() * FACTOR
+    ids = ids[ids != 5]  # padding, which is never written
+
+    def infinite(model, batch):
+        return loss(model, batch) * torch.inf
+
+    for epoch in trainer.epochs(3):
+        for batch in trainer.batches(data(), batch_size=20, lookups=named):
+            place = epoch, batch.step
+            if place == (1, 1):  # by hand, alike on all ranks: all these rows have values
+                with torch.no_grad():
+                    words.weight[words.rows.find(ids)] = 0.25
+            if place == (1, 2):
+                trainer.export(folder / "early.safetensors")
+            if place == (1, 3):
+                with contextlib.suppress(NonFiniteLossError):
+                    trainer.step(infinite, batch)
+            if place == (2, 0):
+                trainer.load(folder / "early.safetensors")
+            if place == (2, 2):  # two steps of one batch
+                trainer.step(loss, batch)
+                found.append(float(trainer.evaluate(loss, data(), batch_size=20)))
+            trainer.step(loss, batch)
+    return {"between": digest({"trainer": trainer.digest(), "found": found})}
+
+
+def stale():
+    """Rows that a rank alone writes, or past torch's counting, after they were sent to others."""
+    for at, writers in ((6, [1]), (7, [0, 1, 2])):
+        trainer = make(SGD(lr=0.1))
+        weight = trainer.model.words.weight
+        try:
+            for _ in trainer.epochs(2):
+                for batch in trainer.batches(data(), batch_size=20, lookups=named):
+                    if trainer.steps_done == at and trainer.rank in writers:
+                        with torch.no_grad():
+                            (weight if len(writers) == 1 else weight.data).mul_(2.0)
+                    trainer.step(loss, batch)
+        except unisono.errors.RankMismatchError as error:
+            print(f"refused in step {trainer.steps_done}: {error}", flush=True)
+    return {}
 
 
 def fails():
@@ -342,6 +391,8 @@ KINDS = {
     "changes": changes,
     "traffic": traffic,
     "ahead": ahead,
+    "between": between,
+    "stale": stale,
     "fails": fails,
     "killed": killed,
 }
