@@ -12,12 +12,14 @@ import sys
 import torch
 import torch.distributed as dist
 import unisono
+from unisono.collectives.world import World
 from unisono.engine.message_exchange import MessageExchange
 
-most = int(sys.argv[1])
+most, expects = int(sys.argv[1]), sys.argv[2] == "True"
 unisono.init(backend="gloo")
 rank, size = unisono.rank(), unisono.world_size()
-exchange = MessageExchange(size=size, rank=rank, group=None, most=most, notes=2)
+group = dist.new_group()
+exchange = MessageExchange(World.connect(torch.device("cpu")), group=group, most=most, notes=2, expects=expects)
 collectives, original = [], dist.all_to_all_single
 
 def counted(*args, **kwargs):
@@ -36,18 +38,21 @@ for turn, longest in enumerate(LONGEST):
         generator = torch.Generator().manual_seed(turn * 100 + sender * 10 + receiver)
         return torch.randint(0, 256, (lengths[sender][receiver],), dtype=torch.uint8, generator=generator)
 
+    if turn % 3:
+        exchange.expect()
     before = len(collectives)
     notes, found = exchange.exchange([message(rank, other) for other in range(size)], (turn - 5, rank))
     assert notes == [[turn - 5, other] for other in range(size)], notes
     for other in range(size):
         assert torch.equal(found[other], message(other, rank)), (turn, rank, other)
         assert not found[other].storage_offset() % 16, found[other].storage_offset()
-    taken.append(len(collectives) - before)
+    taken.append(len(collectives) - before + expects)
 assert len(set(unisono.comm.all_gather(tuple(taken)))) == 1, taken
 print("taken", *taken)
 """
 
 
+@pytest.mark.parametrize("expects", [False, True])
 @pytest.mark.parametrize(
     ("most", "expected"),
     [
@@ -57,8 +62,8 @@ print("taken", *taken)
     ],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_messages_come_whole_and_mostly_in_one_collective(fork_ranks, ranks, most, expected):
-    out = fork_ranks(ranks, SCRIPT, most).out
+def test_messages_come_whole_and_mostly_in_one_collective(fork_ranks, ranks, most, expected, expects):
+    out = fork_ranks(ranks, SCRIPT, most, expects).out
     lines = {line.partition("taken ")[2] for line in out.splitlines() if "taken" in line}
     assert lines == {" ".join(map(str, expected))}, out
 

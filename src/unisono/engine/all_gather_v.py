@@ -133,7 +133,8 @@ class GroupAllToAllV:
     """
 
     def __init__(self, world: World) -> None:
-        self._exchange = MessageExchange(size=world.size, rank=world.rank, group=world.group, most=_MOST_SLOT_NBYTES)
+        assert world.group is not None
+        self._exchange = MessageExchange(world, group=world.group, most=_MOST_SLOT_NBYTES)
 
     def post(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Begin to send the messages: for each rank some vectors. Every rank must call it."""

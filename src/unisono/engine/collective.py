@@ -10,6 +10,7 @@ wrapper (the idea is DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
@@ -32,7 +33,7 @@ from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, NOTHING, Totals, Wants, as_tensor, sent_to, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.engine.update import prepare_whole, update_whole
-from unisono.errors import UnisonoError
+from unisono.errors import RankMismatchError, UnisonoError
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
 from unisono.plan.bucketing import Item, group_by_size
 
@@ -213,7 +214,8 @@ class CollectiveEngine(GradientAccumulation):
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`. Sums that have been sent cannot be recalled: the engine is unusable then."""
         self._streaming = False
-        self._drain()
+        with suppress(RankMismatchError):  # the step ends by another error on this rank
+            self._drain()
         # Others that see this rank's number count on its buckets, whatever the error: it may have come here alone.
         self._broken = self._broken or self._launched > 0 or self._comparison.is_open
         if self._broken:

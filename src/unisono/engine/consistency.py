@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from unisono.activity import Wait
 from unisono.collectives.world import World
@@ -121,16 +122,26 @@ class NoConsistencyCheck:
 
 
 class GroupConsistencyCheck:
-    """Compares by messages of 8 bytes, which travel while this rank computes; see `ConsistencyCheck`."""
+    """Compares by messages of 8 bytes, which travel while this rank computes; see `ConsistencyCheck`.
 
-    def __init__(self, world: World) -> None:
+    Args:
+        world: The ranks.
+        tag: A tag that no other messages of the group have, equal on all ranks. Each number is then received early: a
+            sender waits until it has heard that the other side receives, so it takes half of the time between hosts.
+    """
+
+    def __init__(self, world: World, tag: int | None = None) -> None:
         assert world.group is not None
         self._world, self._group = world, world.group
         self._own = torch.zeros(1, dtype=torch.int64, device=world.device)
-        self._all = [self._own.new_zeros(1) for _ in range(world.size)]
+        self._all: list[Tensor] = []
         self._peers = [r for r in range(world.size) if r != world.rank]
         self._seen = {peer: world.wait_for(peer) for peer in self._peers}
         self._works: list[tuple[Wait | None, dist.Work]] = []
+        self._sends = world.device.type == "cpu" and world.size <= _FEW_RANKS
+        self._expected: tuple[list[Tensor], list[tuple[Wait | None, dist.Work]]] | None = None
+        """The next numbers of the others, which this rank has begun to receive."""
+        self._tag, self._expects = (_TAG, False) if tag is None else (tag, True)
         self._intent: StepDescription | None = None
         self._is_broken = False
         self.is_open = False
@@ -148,12 +159,13 @@ class GroupConsistencyCheck:
             self._wait()  # for the numbers of a step that all ranks discarded
         self._own.fill_(self._intent.fingerprint)
         self.is_open = True
-        if self._world.device.type == "cpu" and self._world.size <= _FEW_RANKS:
+        if self._sends:
+            self._all, self._works = self._expected or self._expect()
             for peer in self._peers:
-                self._works.append((self._seen[peer], self._group.recv([self._all[peer]], peer, _TAG)))
-            for peer in self._peers:
-                self._works.append((self._seen[peer], self._group.send([self._own], peer, _TAG)))
+                self._works.append((self._seen[peer], self._group.send([self._own], peer, self._tag)))
+            self._expected = self._expect() if self._expects else None
         else:
+            self._all = [self._own.new_zeros(1) for _ in range(self._world.size)]
             work = dist.all_gather(self._all, self._own, group=self._group, async_op=True)
             assert work is not None
             self._works.append((None, work))
@@ -175,6 +187,14 @@ class GroupConsistencyCheck:
     def break_off(self) -> None:
         """See `ConsistencyCheck`."""
         self._is_broken = True
+
+    def _expect(self) -> tuple[list[Tensor], list[tuple[Wait | None, dist.Work]]]:
+        """Begin to receive numbers of the others."""
+        numbers = [self._own.new_zeros(1) for _ in range(self._world.size)]
+        works: list[tuple[Wait | None, dist.Work]] = []
+        for peer in self._peers:
+            works.append((self._seen[peer], self._group.recv([numbers[peer]], peer, self._tag)))
+        return numbers, works
 
     def _wait(self) -> None:
         for seen, work in self._works:

@@ -16,10 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.freed_wait import run_collective, start_collective, wait_for_collective
+from unisono.activity import Wait
+from unisono.collectives.freed_wait import run_collective, start_collective
+from unisono.collectives.world import World
 from unisono.plan.alignment import WIRE_NBYTES, align_up
 
 __all__ = ["MessageExchange", "next_slot"]
+
+_FEW_RANKS = 8
+"""Up to this many ranks send messages to each other; for more, one collective is less work."""
 
 
 def next_slot(slot: int, longest: int, most: int) -> int:
@@ -41,9 +46,9 @@ class _PostedMessages(NamedTuple):
 
     messages: Sequence[Tensor]
     given: Tensor
-    """What is being sent; it must stay until the collective has ended."""
+    """What is being sent; it must stay until it is."""
     got: Tensor
-    work: dist.Work
+    works: list[tuple[Wait | None, dist.Work]]
 
 
 class MessageExchange:
@@ -53,18 +58,34 @@ class MessageExchange:
     what is left free in slots.
 
     Args:
-        size: The number of ranks.
-        rank: This rank.
-        group: The process group, on CPUs; None: the default one.
+        world: The ranks.
+        group: Their process group, on CPUs. With `expects`, nothing else uses it.
         most: The greatest length of a slot in bytes. It bounds what is sent in vain.
         notes: How many numbers each rank tells all others.
+        expects: True if `expect` is called before the exchanges. Few ranks then send each other messages.
     """
 
-    def __init__(self, *, size: int, rank: int, group: dist.ProcessGroup | None, most: int, notes: int = 0) -> None:
-        self._size, self._rank, self._group, self._most, self._notes = size, rank, group, most, notes
-        self._head_nbytes = align_up(8 * (notes + size), WIRE_NBYTES)
+    def __init__(
+        self, world: World, *, group: dist.ProcessGroup, most: int, notes: int = 0, expects: bool = False
+    ) -> None:
+        self._size, self._rank, self._group, self._most, self._notes = world.size, world.rank, group, most, notes
+        self._head_nbytes = align_up(8 * (notes + world.size), WIRE_NBYTES)
         self._slot = 0
         self._posted: _PostedMessages | None = None
+        self._waiter, self._expects = world.waiter, expects and world.size <= _FEW_RANKS
+        self._seen = {rank: world.wait_for(rank) for rank in range(world.size) if rank != world.rank}
+        self._expected: tuple[Tensor, list[tuple[Wait | None, dist.Work]]] | None = None
+
+    def expect(self) -> None:
+        """Begin to receive the messages of the next exchange. Local.
+
+        A sender waits until it has heard that the other side receives. If that was said early, the exchange takes half
+        of the time between hosts.
+        """
+        if self._expects and self._expected is None:
+            got = torch.empty((self._size, self._head_nbytes + self._slot), dtype=torch.uint8)
+            works = [(seen, self._group.recv([got[rank]], rank, 0)) for rank, seen in self._seen.items()]
+            self._expected = got, [*works]
 
     def exchange(self, messages: Sequence[Tensor], notes: Sequence[int] = ()) -> tuple[list[list[int]], list[Tensor]]:
         """Send a message to each rank, and receive one of each. Every rank must call it; see `post` and `collect`."""
@@ -86,15 +107,24 @@ class MessageExchange:
         for place, message, length in zip(given, messages, lengths, strict=True):
             if length and slot:
                 place[head_nbytes : head_nbytes + length] = message[:slot]
-        got = torch.empty_like(given)
-        work = start_collective(dist.all_to_all_single, got.view(-1), given.view(-1), group=self._group)
-        self._posted = _PostedMessages(messages, given, got, work)
+        if self._expects:
+            self.expect()
+            assert self._expected is not None
+            (got, works), self._expected = self._expected, None
+            got[self._rank] = given[self._rank]
+            works += [(seen, self._group.send([given[rank]], rank, 0)) for rank, seen in self._seen.items()]
+        else:
+            got = torch.empty_like(given)
+            arguments = got.view(-1), given.view(-1)
+            works = [(None, start_collective(dist.all_to_all_single, *arguments, group=self._group))]
+        self._posted = _PostedMessages(messages, given, got, works)
 
     def collect(self) -> tuple[list[list[int]], list[Tensor]]:
         """Return the notes of each rank, and the message of each. Every rank must call it, after `post`."""
         assert self._posted is not None, "post comes first"
-        (messages, _, got, work), self._posted = self._posted, None
-        wait_for_collective(work)
+        (messages, _, got, works), self._posted = self._posted, None
+        for seen, work in works:
+            self._waiter.wait(work, seen)
         slot = self._slot
         heads: list[list[int]] = got[:, : 8 * (self._notes + self._size)].contiguous().view(torch.int64).tolist()
         of_all = [head[self._notes :] for head in heads]

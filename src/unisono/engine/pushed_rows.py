@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.freed_wait import start_collective, wait_for_collective
+from unisono.activity import Wait
 from unisono.collectives.world import World
 from unisono.engine.row_requests import DividedTable, dealt, packed, unpacked
 
 __all__ = ["PushedRows"]
+
+_TAGS = 1 << 20
 
 
 class _Question(NamedTuple):
@@ -33,11 +35,8 @@ class _Question(NamedTuple):
 class _Pushed(NamedTuple):
     """Rows on their way."""
 
-    work: dist.Work
-    received: Tensor
-    """uint8."""
-    rows: list[list[Tensor]]
-    """What comes from each rank: rows by the number of the table."""
+    works: list[tuple[Wait | None, dist.Work]]
+    received: _Received
     sent: Tensor
     """What this rank has sent, uint8."""
     sent_rows: list[tuple[int, Tensor]]
@@ -46,6 +45,16 @@ class _Pushed(NamedTuple):
     """Of the tables."""
     is_known: bool
     """True if each rank has said what it will look up, so that all it needs comes."""
+
+
+class _Received(NamedTuple):
+    """What comes to this rank."""
+
+    rows: list[list[Tensor]]
+    """What comes from each rank: rows by the number of the table."""
+    memory: Tensor
+    """Their values, uint8."""
+    works: list[tuple[Wait | None, dist.Work]]
 
 
 class PushedRows:
@@ -63,6 +72,11 @@ class PushedRows:
         self._world, self._tables = world, tables
         self._lookups: Mapping[int, Tensor] | None = None
         self._asked: list[_Question] = []
+        self._group: dist.ProcessGroup | None = None
+        self._seen: dict[int, Wait] = {}
+        """How observers see this rank wait for each other one."""
+        self._expected: _Received | None = None
+        self._steps = 0
         self._questions: dict[int, list[Tensor]] = {}
         """By rank, for each table the rows of this rank that it asks for, and the ids without a row."""
         self._pushed: _Pushed | None = None
@@ -83,8 +97,9 @@ class PushedRows:
         return self._pushed is not None and self._pushed.is_known
 
     def begin(self) -> None:
-        """Begin a step. Local."""
-        self._questions, self._asked = {}, []
+        """Begin a step. Every rank must call it equally often; local."""
+        self._questions, self._asked, self._expected = {}, [], None
+        self._steps += 1
 
     def announce(self, lookups: Mapping[int, Tensor] | None) -> None:
         """Note what the next step will look up. Local.
@@ -108,6 +123,9 @@ class PushedRows:
             other = (rows >= 0) & ~table.owners.kept_by(rank, owners)
             of_ranks, _ = dealt(rows[other], owners[other], size)
             self._asked.append(_Question(of_ranks, ids[rows < 0]))
+        if not any(len(asked.new) for asked in self._asked):
+            # A sender waits until it has heard that the other side receives: the rows then come in half of the time.
+            self._expected = self._receive()
         return [
             packed([part for each in self._asked for part in (each.of_ranks[other], each.new)]).view(torch.uint8)
             for other in range(size)
@@ -123,14 +141,12 @@ class PushedRows:
         self._questions[rank] = unpacked(message.view(torch.int64), 2 * len(self._tables))
 
     @torch.no_grad()
-    def send(self, group: dist.ProcessGroup | None) -> None:
+    def send(self) -> None:
         """Begin to send the rows of the next step, and to receive those of this rank. Every rank must call it.
 
         It does nothing if no rank has asked for any. Call it when rows have their values for the next step.
-
-        Args:
-            group: The process group.
         """
+        assert self._group is not None
         self.drop()
         questions, self._questions = self._questions, {}
         if not questions:
@@ -145,21 +161,14 @@ class PushedRows:
                 sent_rows.append((number, rows))
                 sent_nbytes[rank] += len(rows) * table.row_nbytes
         sent = self._read(sent_rows)
-        rows_of = [
-            [
-                self._with_new(table, asked.of_ranks[rank], asked.new, owner=rank, asker=self._world.rank)
-                for table, asked in zip(self._tables, self._asked, strict=False)  # none if it has not asked
-            ]
-            for rank in range(size)
-        ]
-        nbytes = [
-            sum(len(rows) * table.row_nbytes for table, rows in zip(self._tables, of_rank, strict=False))
-            for of_rank in rows_of
-        ]
-        received = torch.empty(sum(nbytes), dtype=torch.uint8)
-        work = start_collective(dist.all_to_all_single, received, sent, nbytes, sent_nbytes, group=group)
-        is_known = len(questions) == size
-        self._pushed = _Pushed(work, received, rows_of, sent, sent_rows, self._versions(), is_known)
+        received, self._expected = self._expected or self._receive(), None
+        works, start = received.works, 0
+        for rank, nbytes in enumerate(sent_nbytes):
+            if nbytes:
+                part = sent[start : start + nbytes]
+                works.append((self._seen[rank], self._group.send([part], rank, self._tag)))
+                start += nbytes
+        self._pushed = _Pushed(works, received, sent, sent_rows, self._versions(), len(questions) == size)
         self.sent_nbytes += len(sent)
 
     def take(self) -> list[tuple[int, Tensor, Tensor]]:
@@ -170,16 +179,16 @@ class PushedRows:
         pushed, self._pushed = self._pushed, None
         if pushed is None:
             return []
-        wait_for_collective(pushed.work)
+        self._wait(pushed)
         self._sent = pushed.sent, pushed.sent_rows
         if pushed.versions != self._versions():
             return []
         self.has_used = True
         found, start = [], 0
-        for of_rank in pushed.rows:
+        for of_rank in pushed.received.rows:
             for number, rows in enumerate(of_rank):
                 table = self._tables[number]
-                part = pushed.received[start : start + len(rows) * table.row_nbytes]
+                part = pushed.received.memory[start : start + len(rows) * table.row_nbytes]
                 start += len(part)
                 if len(rows):
                     # A copy, since parts may begin anywhere.
@@ -190,17 +199,24 @@ class PushedRows:
         """Receive what is on its way, for nothing. Local."""
         if self._pushed is not None:
             pushed, self._pushed = self._pushed, None
-            wait_for_collective(pushed.work)
+            self._wait(pushed)
 
     def settle(self) -> None:
         """Note that the lookups of a step are over."""
         self._sent, self.has_used = None, False
 
-    def forget(self) -> None:
-        """Forget what is on its way, as its group is no more."""
+    def connect(self, group: dist.ProcessGroup | None) -> None:
+        """Use another process group, and forget what is on its way.
+
+        Args:
+            group: The group, over which nothing else is sent with a tag but 0; None: there is none for now.
+        """
+        self._group = group
+        self._seen = {} if group is None else {rank: self._world.wait_for(rank) for rank in range(self._world.size)}
         self.settle()
         self._pushed, self._lookups = None, None
         self.begin()
+        self._steps = 0
 
     @torch.no_grad()
     def overwritten(self) -> int | None:
@@ -214,6 +230,37 @@ class PushedRows:
                 return number
             start += len(present)
         return None
+
+    def _receive(self) -> _Received:
+        """Begin to receive what this rank has asked for."""
+        assert self._group is not None
+        rank = self._world.rank
+        rows_of = [
+            [
+                self._with_new(table, asked.of_ranks[other], asked.new, owner=other, asker=rank)
+                for table, asked in zip(self._tables, self._asked, strict=False)  # none if it has not asked
+            ]
+            for other in range(self._world.size)
+        ]
+        sizes = [
+            sum(len(rows) * table.row_nbytes for table, rows in zip(self._tables, of_rank, strict=False))
+            for of_rank in rows_of
+        ]
+        memory = torch.empty(sum(sizes), dtype=torch.uint8)
+        works: list[tuple[Wait | None, dist.Work]] = []
+        for other, part in enumerate(torch.split(memory, sizes)):
+            if len(part):
+                works.append((self._seen[other], self._group.recv([part], other, self._tag)))
+        return _Received(rows_of, memory, works)
+
+    @property
+    def _tag(self) -> int:
+        """The tag of messages of this step: those of one that failed before they were sent are for no other."""
+        return 1 + self._steps % _TAGS
+
+    def _wait(self, pushed: _Pushed) -> None:
+        for seen, work in pushed.works:
+            self._world.waiter.wait(work, seen)
 
     def _read(self, rows_of: Sequence[tuple[int, Tensor]]) -> Tensor:
         """Return the values of rows that this rank has, one behind the other, uint8."""

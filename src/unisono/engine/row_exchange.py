@@ -10,8 +10,7 @@ through asks for that as well, and it is sent after the update (`engine.pushed_r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -19,28 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.freed_wait import run_collective
 from unisono.collectives.world import World
 from unisono.embedding.id_order import ordered_ids
+from unisono.engine.consistency import ConsistencyCheck
 from unisono.engine.fetched_rows import FetchedRows
 from unisono.engine.kept_updates import KeptUpdates
-from unisono.engine.message_exchange import MessageExchange
 from unisono.engine.pushed_rows import PushedRows
-from unisono.engine.row_requests import NOBODY, DividedTable, RowRequest, dealt, packed, unpacked
-from unisono.errors import RankMismatchError, UnisonoError
+from unisono.engine.row_requests import NOBODY, DividedTable, RowRequest
+from unisono.engine.row_rounds import RowRounds
+from unisono.errors import UnisonoError
 from unisono.job.current import confirm_group
-from unisono.job.user_function import uncounted_collectives
-from unisono.text import name_ranks
 
 __all__ = ["RowExchange"]
 
 _MOST_NBYTES = 64 << 20
 """The rows of others that an evaluation keeps."""
-_MOST_SLOT_NBYTES = 32 << 10
-"""A rank that is through with its samples sends empty slots in the rounds of others."""
-_NOTHING, _SEVERAL, _AHEAD = -1, -2, -3
-"""Stand for the number of a table in the message of a rank that asks for no rows, for those of several tables, or for
-those of the next step."""
 
 
 class RowExchange:
@@ -59,25 +51,22 @@ class RowExchange:
 
     def __init__(self, world: World, tables: Sequence[DividedTable], *, joint: bool = False) -> None:
         self._world, self.tables, self._joint = world, tables, joint
-        self._group: dist.ProcessGroup | None = None
-        self._requests: MessageExchange | None = None
         self.updates = KeptUpdates(world, [table.weight for table in tables]) if self.shift else None
         """Lets ranks end a step in which another one dies; None if rows are not kept twice."""
         self._fetched = [FetchedRows(table.weight) for table in tables]
         self._pushed = PushedRows(world, tables)
-        self._is_open = self._is_closing = self._keeps = self._is_broken = self._is_complete = False
-        self._written: dict[int, tuple[bool, int]] = {}
-        """By rank, if it has used rows that were sent ahead, and the number of a table of which others were wrong."""
+        self._rounds = RowRounds(world, tables, self._pushed)
+        self._is_open = self._keeps = self._is_complete = False
         self._announced: Mapping[int, Tensor] = {}
         self._next_announced: Mapping[int, Tensor] = {}
-        self._sent_nbytes = 0
+        self._comparison: ConsistencyCheck | None = None
         for number, table in enumerate(tables):
             table.rows.look_up = partial(self.look_up, number)
 
     @property
     def sent_nbytes(self) -> int:
         """The bytes of ids and rows that this rank has sent to others."""
-        return self._sent_nbytes + self._pushed.sent_nbytes
+        return self._rounds.sent_nbytes + self._pushed.sent_nbytes
 
     @property
     def shift(self) -> int:
@@ -86,19 +75,22 @@ class RowExchange:
 
     def connect(self) -> None:
         """Make a process group for the ranks that there are now. Every one of these must call it."""
-        world = self._world
-        self._is_open = self._is_closing = self._is_broken = False
-        self._pushed.forget()
-        self._group = dist.new_group(timeout=timedelta(seconds=world.timeout_s))
-        self._requests = MessageExchange(
-            size=world.size, rank=world.rank, group=self._group, most=_MOST_SLOT_NBYTES, notes=4
-        )
+        self._is_open = False
+        self._rounds.connect(dist.new_group(timeout=timedelta(seconds=self._world.timeout_s)))
 
     def disconnect(self) -> None:
         """Release the process group."""
-        self._group = self._requests = None
-        self._is_open = self._is_closing = False
-        self._pushed.forget()
+        self._is_open = False
+        self._rounds.connect(None)
+
+    def compare_first(self, comparison: ConsistencyCheck) -> None:
+        """Compare what ranks are about to do before this one waits for others. Every rank must call it, before a step.
+
+        Args:
+            comparison: What it does is known. It is checked when this rank first needs others.
+        """
+        comparison.begin()
+        self._comparison = comparison
 
     def begin(self, *, is_step: bool) -> None:
         """Begin a step, or an evaluation, which writes no rows. Every rank must call it; local.
@@ -110,7 +102,8 @@ class RowExchange:
         self._fetched = [FetchedRows(table.weight) for table in self.tables]
         self._is_open, self._keeps = True, is_step
         self._is_complete = is_step and self._joint and self._pushed.is_complete
-        self._announced, self._written = {}, {}
+        self._announced = {}
+        self._rounds.begin()
         if is_step:
             self._announced, self._next_announced = self._next_announced, {}
             self._pushed.begin()
@@ -200,20 +193,14 @@ class RowExchange:
             PeerError: Another rank has died or does not come.
         """
         self._close(None)
-        if not self._is_closing:
-            return
-        self._is_closing = False
-        with self._unless_broken():
-            is_done, _ = self._answered([], [])
-        while not is_done:
-            is_done, _ = self._round([])
-        self._check_written()
+        if self._rounds.is_ending:
+            self._rounds.end()
 
     def send_ahead(self) -> None:
         """Begin to send what the next step looks up. Every rank must call it, after the update of a step."""
-        if not self._is_broken:
-            with self._unless_broken():
-                self._pushed.send(self._group)
+        if not self._rounds.is_broken:
+            with self._rounds.unless_broken():
+                self._pushed.send()
 
     def drop_ahead(self) -> None:
         """Receive for nothing what was sent for the next step: rows will be others. Every rank must call it."""
@@ -228,19 +215,15 @@ class RowExchange:
         if not self._is_open:
             return
         self._is_open = False
-        if not self._is_broken:
-            self._is_closing = True
-            with self._unless_broken():
-                if messages is None:
-                    self._ask(_NOTHING, self._silence())
-                else:
-                    self._ask(_AHEAD, messages)
+        self._compare()
+        if not self._rounds.is_broken:
+            self._rounds.begin_to_end(messages)
 
     def _take_pushed(self) -> None:
         """Add the rows that were sent ahead to those that have come."""
-        if self._pushed.is_coming and self._is_open and self._keeps and not self._is_broken:
+        if self._pushed.is_coming and self._is_open and self._keeps and not self._rounds.is_broken:
             was_complete = self._pushed.is_complete
-            with self._unless_broken():
+            with self._rounds.unless_broken():
                 taken = self._pushed.take()
             if taken:
                 confirm_group()
@@ -250,20 +233,6 @@ class RowExchange:
                 self._announced = {}  # as this is what was said to be looked up
             if was_complete and not self._pushed.has_used:
                 self._is_complete = False
-
-    def _check_written(self) -> None:
-        """Refuse a step in which a rank has used rows that were written after they had been sent."""
-        written, self._written = self._written, {}
-        number = max((number for _, number in written.values()), default=_NOTHING)
-        users = [rank for rank, (has_used, _) in sorted(written.items()) if has_used]
-        self._pushed.settle()
-        if number != _NOTHING and users:
-            raise RankMismatchError(
-                f"rows of table {self.tables[number].name!r} were written between two steps, after they had been sent "
-                f"to the ranks that look them up next, and {name_ranks(users)} used the old ones: write rows on "
-                "all ranks, and by operations on the weight itself, not on weight.data; or do not say what the next "
-                "step looks up (lookups=, ahead=True)"
-            )
 
     @property
     def _is_round(self) -> bool:
@@ -292,11 +261,11 @@ class RowExchange:
                 self._fetched[number] = fetched = FetchedRows(table.weight)
                 missing = torch.arange(len(rows))
             wanted = rows[missing]
-            _, (came,) = self._round([RowRequest(number, wanted, owners[missing])])
+            (came,) = self._ask([RowRequest(number, wanted, owners[missing])])
             fetched.add(wanted, came)
             places = fetched.places(rows)
         elif self._is_round:
-            self._round([])
+            self._ask([])
         return fetched.values.index_select(0, places)
 
     def _bring(self, lookups: Mapping[int, Tensor]) -> None:
@@ -311,105 +280,16 @@ class RowExchange:
             if len(missing):
                 found.append(RowRequest(number, rows[missing], owners[missing]))
         if found or self._is_round:
-            for wanted, values in zip(found, self._round(found)[1], strict=True):
+            for wanted, values in zip(found, self._ask(found), strict=True):
                 self._fetched[wanted.number].add(wanted.rows, values)
 
-    def _round(self, wanted: Sequence[RowRequest]) -> tuple[bool, list[Tensor]]:
-        """Ask other ranks for rows, of each table at most once, or for nothing, and answer them.
+    def _ask(self, wanted: Sequence[RowRequest]) -> list[Tensor]:
+        """Ask other ranks for rows, in a round; see `RowRounds.run`."""
+        self._compare()
+        return self._rounds.run(wanted)
 
-        Returns:
-            True if all ranks are through; and the rows, in the order in which they are wanted.
-        """
-        if self._is_broken:
-            raise UnisonoError("rows of other ranks do not come any more, since an earlier exchange has failed")
-        size = self._world.size
-        with self._unless_broken():
-            parts = [dealt(each.rows, each.owners, size) for each in wanted]
-            if not wanted:
-                self._ask(_NOTHING, self._silence())
-            elif len(wanted) == 1:
-                self._ask(wanted[0].number, [rows.view(torch.uint8) for rows in parts[0][0]])
-            else:
-                of_tables = {each.number: of_ranks for each, (of_ranks, _) in zip(wanted, parts, strict=True)}
-                nothing = [torch.empty(0, dtype=torch.int64)] * size
-                vectors = [of_tables.get(number, nothing) for number in range(len(self.tables))]
-                self._ask(_SEVERAL, [packed(of_rank).view(torch.uint8) for of_rank in zip(*vectors, strict=True)])
-            return self._answered(wanted, parts)
-
-    @contextmanager
-    def _unless_broken(self) -> Iterator[None]:
-        """Take exchanges for broken unless what is inside succeeds."""
-        self._is_broken = True
-        with uncounted_collectives():
-            yield
-        self._is_broken = False
-
-    def _silence(self) -> list[Tensor]:
-        return [torch.empty(0, dtype=torch.uint8)] * self._world.size
-
-    def _ask(self, number: int, messages: Sequence[Tensor]) -> None:
-        """Begin a round.
-
-        Args:
-            number: That of the table of which this rank asks for rows, or what stands for it.
-            messages: What it asks of each rank, uint8.
-        """
-        assert self._requests is not None
-        written = None if self._is_open else self._pushed.overwritten()
-        notes = (int(self._is_open), number, int(self._pushed.has_used), _NOTHING if written is None else written)
-        self._requests.post(messages, notes)
-        self._sent_nbytes += sum(map(len, messages))
-
-    def _answered(
-        self, wanted: Sequence[RowRequest], of_tables: Sequence[tuple[list[Tensor], Tensor]]
-    ) -> tuple[bool, list[Tensor]]:
-        """Answer what ranks ask in the round that has begun, and return what `_round` does.
-
-        Args:
-            wanted: What this rank has asked for.
-            of_tables: How `dealt` has dealt it.
-        """
-        assert self._requests is not None
-        size = self._world.size
-        told, messages = self._requests.collect()
-        questions: list[list[tuple[int, Tensor]]] = []
-        for rank, ((is_open, number, has_used, written), message) in enumerate(zip(told, messages, strict=True)):
-            questions.append(self._question(number, message))
-            if number == _AHEAD:
-                self._pushed.note(rank, message)
-            if not is_open:
-                self._written.setdefault(rank, (bool(has_used), written))
-        is_done = not any(is_open for is_open, *_ in told)
-        if not any(number == _SEVERAL or number >= 0 for _, number, *_ in told):
-            confirm_group()
-            return is_done, []
-        nothing = torch.empty(0, dtype=torch.uint8)
-        answers = [[self.tables[k].read(rows).view(-1).view(torch.uint8) for k, rows in each] for each in questions]
-        row_nbytes = [self.tables[each.number].row_nbytes for each in wanted]
-        taken = [
-            [len(of_ranks[rank]) * nbytes for (of_ranks, _), nbytes in zip(of_tables, row_nbytes, strict=True)]
-            for rank in range(size)
-        ]
-        answer = torch.cat([nothing, *(part for parts in answers for part in parts)])
-        received = torch.empty(sum(map(sum, taken)), dtype=torch.uint8)
-        sent = [sum(map(len, parts)) for parts in answers]
-        run_collective(dist.all_to_all_single, received, answer, [*map(sum, taken)], sent, group=self._group)
-        confirm_group()
-        self._sent_nbytes += len(answer)
-        pieces = torch.split(received, [nbytes for of_rank in taken for nbytes in of_rank])
-        found = []
-        for k, (each, (_, order)) in enumerate(zip(wanted, of_tables, strict=True)):
-            weight = self.tables[each.number].weight
-            came = (received if len(wanted) == 1 else torch.cat(pieces[k :: len(wanted)])).view(weight.dtype)
-            values = weight.new_empty((len(each.rows), weight.shape[1]))
-            found.append(values.index_copy_(0, order, came.view(len(each.rows), -1)))
-        return is_done, found
-
-    def _question(self, number: int, message: Tensor) -> list[tuple[int, Tensor]]:
-        """Return the rows that a rank asks for, by the number of the table."""
-        if number in (_NOTHING, _AHEAD):
-            return []
-        rows = message.view(torch.int64)
-        if number != _SEVERAL:
-            return [(number, rows)]
-        return [(k, part) for k, part in enumerate(unpacked(rows, len(self.tables))) if len(part)]
+    def _compare(self) -> None:
+        """Check that others are in the same step, unless that is known."""
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None and comparison.is_open:
+            comparison.check()

@@ -43,6 +43,8 @@ EngineKind = Literal["auto", "shared", "collective"]
 
 _LBFGS = "LBFGS looks at the loss at other weights within a step, and where ranks share weights each updates a part"
 
+_FIRST_TAG = 1 << 28
+
 
 class EngineFactory:
     """Makes the engines of a run, one for each optimizer, and the all-reduce that sums buffers."""
@@ -59,6 +61,7 @@ class EngineFactory:
         shares: bool,
         hosts: HostRanks | None = None,
         several_hosts: bool = False,
+        tag: int | None = None,
     ) -> None:
         self._world, self._modules = world, modules
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
@@ -83,7 +86,7 @@ class EngineFactory:
                 self._loads = LoadStateDictHook(modules)
                 self._shared = runtime, SharedParameters(runtime, self._loads, files_of(modules).values()), comparison
         elif world.group is not None:
-            self.comparison = GroupConsistencyCheck(world)
+            self.comparison = GroupConsistencyCheck(world, tag)
 
     @property
     def weights(self) -> WeightWrites:
@@ -208,7 +211,7 @@ def select_engines(
     """
     modules, optimizers = list(modules), list(optimizers)
     runtime = host_ranks = None
-    several_hosts = False
+    several_hosts, tag = False, None
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
     shares = False
     has_servers = serving_in(modules) is not None and (world.group is not None or world.size == 1)
@@ -230,6 +233,7 @@ def select_engines(
         hosts = {host for host, *_ in everyone}
         grid = HostGrid.of([host for host, *_ in everyone])
         several_hosts = len(hosts) > 1
+        tag = _FIRST_TAG + int(everyone[0][3][:7], 16)  # another one than those of other Trainers
         obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
         if obstacle is None and len(hosts) > 1:
             obstacle = f"the {world.size} ranks are on {len(hosts)} hosts"
@@ -265,6 +269,7 @@ def select_engines(
         shares=shares,
         hosts=host_ranks,
         several_hosts=several_hosts,
+        tag=tag,
     )
 
 

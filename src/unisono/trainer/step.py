@@ -239,9 +239,11 @@ class StepRunner:
                 weights=self._weights,
             )
             # Before ranks wait for what others send.
-            if options.encode is not None or not self._run.has_whole_model or self._run.exchange is not None:
+            if options.encode is not None or not self._run.has_whole_model:
                 self._comparison.compare(intent)
             self._comparison.intend(intent)
+            if self._run.exchange is not None:
+                self._run.exchange.compare_first(self._comparison)
         self._shares.prepare(loss_fn, batch)
         self._engine.start(step, self._trained, leaves=leaves)
         if self._run.virtual_ranks > 1:

@@ -271,7 +271,7 @@ def ahead():
         trainer = make(Adam(lr=0.1))
         exchange, rounds, of_steps = trainer._run.exchange, [], []
         if exchange is not None:
-            exchange._round = lambda wanted, run=exchange._round, rounds=rounds: rounds.append(wanted) or run(wanted)
+            exchange._ask = lambda wanted, ask=exchange._ask, rounds=rounds: rounds.append(wanted) or ask(wanted)
         for batch in trainer.batches(data(), batch_size=20, lookups=lookups):
             before = len(rounds)
             trainer.step(loss, batch)
@@ -279,7 +279,7 @@ def ahead():
             trainer.evaluate(loss, data())
         digests.append(trainer.digest())
         if exchange is not None:  # beside the one in which all hear that all are through
-            assert of_steps == [not DYNAMIC, 0, 0, 0, 0] if lookups is named else DYNAMIC or min(of_steps) > 1, of_steps
+            assert of_steps == [not DYNAMIC, 0, 0, 0, 0] if lookups is named else DYNAMIC or sum(of_steps) > 8, of_steps
     assert digests[0] == digests[1]
     return {"ahead": digests[0]}
 
