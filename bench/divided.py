@@ -27,7 +27,7 @@ from bench.linked_hosts import linked_hosts
 from bench.measure import Effort, Pairs, in_turn
 from bench.models import classify
 from bench.ranks import run_ranks, slowest, start_together
-from bench.rows import Goal, Row, summarise
+from bench.rows import Row, summarise
 from unisono.embedding import SGD, Table, Tables, dense_parameters
 from unisono.parallel import share_tables
 
@@ -182,7 +182,7 @@ def _over_a_link(effort: Effort, case: _Case) -> list[Row]:
     ahead_s, plain_s, own_s, ddp_s = ([1e3 * s for s in side] for side in found)
     what = f"{case.tables} x {case.rows} rows x {case.dim}, {case.bags} bags of {case.ids}, {1e3 * case.delay_s:g} ms"
 
-    def row(extra: str, peer_name: str, ours: list[float], peer: list[float], goal: Goal | None) -> Row:
+    def row(extra: str, peer_name: str, ours: list[float], peer: list[float]) -> Row:
         pairs = slowest(Pairs(ours, peer))
         return summarise(
             "divided",
@@ -191,14 +191,12 @@ def _over_a_link(effort: Effort, case: _Case) -> list[Row]:
             peer=pairs.peer,
             peer_name=peer_name,
             unit="ms",
-            goal=goal,
             tables=case.tables,
             delay=f"{1e3 * case.delay_s:g} ms",
         )
 
-    goal = Goal(of="ratio", bound=1.0)
     return [
-        row("lookups=", "DDP, sparse=True", ahead_s, ddp_s, goal),
-        row("lookups=", "without", ahead_s, plain_s, None),
-        row("own loop", "DDP, sparse=True", own_s, ddp_s, goal),
+        row("lookups=", "DDP, sparse=True", ahead_s, ddp_s),
+        row("lookups=", "without", ahead_s, plain_s),
+        row("own loop", "DDP, sparse=True", own_s, ddp_s),
     ]

@@ -36,6 +36,7 @@ class _Case(NamedTuple):
 
 
 _CASES = (
+    _Case("66k", 2, 1, 1000, bound=1.0),
     _Case("4m", 2, 1, 1000, bound=1.0),
     _Case("25m", 2, 1, 1000, bound=1.0),
     _Case("4m", 2, 2, 1000, bound=1 / 0.6),

@@ -36,7 +36,7 @@ class _Pushed(NamedTuple):
     """Rows on their way."""
 
     works: list[tuple[Wait | None, dist.Work]]
-    received: _Received
+    received: _Incoming
     sent: Tensor
     """What this rank has sent, uint8."""
     sent_rows: list[tuple[int, Tensor]]
@@ -47,7 +47,7 @@ class _Pushed(NamedTuple):
     """True if each rank has said what it will look up, so that all it needs comes."""
 
 
-class _Received(NamedTuple):
+class _Incoming(NamedTuple):
     """What comes to this rank."""
 
     rows: list[list[Tensor]]
@@ -75,7 +75,7 @@ class PushedRows:
         self._group: dist.ProcessGroup | None = None
         self._seen: dict[int, Wait] = {}
         """How observers see this rank wait for each other one."""
-        self._expected: _Received | None = None
+        self._expected: _Incoming | None = None
         self._steps = 0
         self._questions: dict[int, list[Tensor]] = {}
         """By rank, for each table the rows of this rank that it asks for, and the ids without a row."""
@@ -231,7 +231,7 @@ class PushedRows:
             start += len(present)
         return None
 
-    def _receive(self) -> _Received:
+    def _receive(self) -> _Incoming:
         """Begin to receive what this rank has asked for."""
         assert self._group is not None
         rank = self._world.rank
@@ -251,7 +251,7 @@ class PushedRows:
         for other, part in enumerate(torch.split(memory, sizes)):
             if len(part):
                 works.append((self._seen[other], self._group.recv([part], other, self._tag)))
-        return _Received(rows_of, memory, works)
+        return _Incoming(rows_of, memory, works)
 
     @property
     def _tag(self) -> int:
