@@ -54,6 +54,7 @@ def test_list_names_every_benchmark_with_a_line(command, capsys):
         "comm",
         "loading",
         "embedding",
+        "divided",
         "checkpoint",
         "host_checkpoint",
         "recovery",

@@ -22,6 +22,7 @@ from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.all_gather_v import GroupAllGatherV, GroupAllToAllV
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import BROKEN, ConsistencyCheck
+from unisono.engine.early_receives import EarlyReceives
 from unisono.engine.host_tree_all_reduce import GroupAllReduce, HostRanks, HostTreeAllReduce, group_all_reduce
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.node_sums import drop
@@ -96,12 +97,13 @@ class CollectiveEngine(GradientAccumulation):
         streams: bool = True,
         hosts: HostRanks | None = None,
         several_hosts: bool = False,
+        early: EarlyReceives | None = None,
         exchange: RowExchange | None = None,
     ) -> None:
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap, streams=streams)
         self._comparison, self._world, self._hosts = comparison, world, hosts
-        self._exchange, self._several_hosts = exchange, several_hosts
+        self._exchange, self._early = exchange, early
         self._limit_nbytes = _BUCKET_NBYTES
         self._first_nbytes: int | None = None
         if several_hosts:
@@ -268,7 +270,7 @@ class CollectiveEngine(GradientAccumulation):
                 widest=self._layouts.widest,
                 dtype=bucket.dtype,
                 device=bucket.device,
-                several_hosts=self._several_hosts,
+                early=self._early,
             )
         if self._streams:
             self._hook()

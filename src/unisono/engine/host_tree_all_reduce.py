@@ -23,6 +23,7 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.engine.copied_all_reduce import CopiedAllReduce
+from unisono.engine.early_receives import EarlyReceives
 from unisono.engine.local_exchange import GroupLocalExchange, LocalExchange
 from unisono.engine.shared.shared_local_exchange import SharedLocalExchange
 from unisono.engine.shared.shared_runtime import SharedRuntime
@@ -92,18 +93,18 @@ def group_all_reduce(
     widest: NodeLayout,
     dtype: torch.dtype,
     device: torch.device,
-    several_hosts: bool = False,
+    early: EarlyReceives | None = None,
 ) -> GroupAllReduce:
     """Make the all-reduce of a vector through the process group. Every rank must call it.
 
     Args:
         hosts: The hosts of the ranks; None if they do not form a grid, or there is one host.
-        several_hosts: True if there is more than one.
+        early: Receives short vectors early; None on one host.
     """
     if device.type != world.device.type:
         return CopiedAllReduce(world, numel, widest=widest, dtype=dtype, device=device)
     if hosts is None or device.type != "cpu" or numel * dtype.itemsize <= DIRECT_NBYTES:
-        return TreeAllReduce(world, numel, widest=widest, dtype=dtype, device=device, several_hosts=several_hosts)
+        return TreeAllReduce(world, numel, widest=widest, dtype=dtype, device=device, early=early)
     return HostTreeAllReduce(world, hosts, numel, widest=widest, dtype=dtype)
 
 

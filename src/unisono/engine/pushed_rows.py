@@ -37,10 +37,6 @@ class _Pushed(NamedTuple):
 
     works: list[tuple[Wait | None, dist.Work]]
     received: _Incoming
-    sent: Tensor
-    """What this rank has sent, uint8."""
-    sent_rows: list[tuple[int, Tensor]]
-    """Their numbers, and that of their table."""
     versions: list[int]
     """Of the tables."""
     is_known: bool
@@ -76,11 +72,13 @@ class PushedRows:
         self._seen: dict[int, Wait] = {}
         """How observers see this rank wait for each other one."""
         self._expected: _Incoming | None = None
-        self._steps = 0
+        self._tag = 0
+        """The tag of what this rank receives: rows of a step that failed before they were sent are for no other."""
         self._questions: dict[int, list[Tensor]] = {}
-        """By rank, for each table the rows of this rank that it asks for, and the ids without a row."""
+        """By rank, for each table the rows of this rank that it asks for, and the ids without a row; and the tag."""
         self._pushed: _Pushed | None = None
         self._sent: tuple[Tensor, list[tuple[int, Tensor]]] | None = None
+        """What this rank has sent, uint8; and the number of a table and rows of it, in order."""
         self.has_used = False
         """True if this rank has taken the rows of this step."""
         self.sent_nbytes = 0
@@ -97,9 +95,8 @@ class PushedRows:
         return self._pushed is not None and self._pushed.is_known
 
     def begin(self) -> None:
-        """Begin a step. Every rank must call it equally often; local."""
+        """Begin a step. Local."""
         self._questions, self._asked, self._expected = {}, [], None
-        self._steps += 1
 
     def announce(self, lookups: Mapping[int, Tensor] | None) -> None:
         """Note what the next step will look up. Local.
@@ -116,6 +113,7 @@ class PushedRows:
             return None
         nothing = torch.empty(0, dtype=torch.int64)
         rank, size = self._world.rank, self._world.size
+        self._tag = self._tag % _TAGS + 1
         for number, table in enumerate(self._tables):
             ids = torch.unique(lookups.get(number, nothing))
             rows = table.rows.numbers(ids)
@@ -126,10 +124,9 @@ class PushedRows:
         if not any(len(asked.new) for asked in self._asked):
             # A sender waits until it has heard that the other side receives: the rows then come in half of the time.
             self._expected = self._receive()
-        return [
-            packed([part for each in self._asked for part in (each.of_ranks[other], each.new)]).view(torch.uint8)
-            for other in range(size)
-        ]
+        tag = torch.tensor([self._tag])
+        vectors = [[part for each in self._asked for part in (each.of_ranks[r], each.new)] for r in range(size)]
+        return [packed([*of_rank, tag]).view(torch.uint8) for of_rank in vectors]
 
     def note(self, rank: int, message: Tensor) -> None:
         """Note what a rank asks for.
@@ -138,7 +135,7 @@ class PushedRows:
             rank: The rank, which may be this one.
             message: What `ask` has returned there, for this rank.
         """
-        self._questions[rank] = unpacked(message.view(torch.int64), 2 * len(self._tables))
+        self._questions[rank] = unpacked(message.view(torch.int64), 2 * len(self._tables) + 1)
 
     @torch.no_grad()
     def send(self) -> None:
@@ -166,9 +163,10 @@ class PushedRows:
         for rank, nbytes in enumerate(sent_nbytes):
             if nbytes:
                 part = sent[start : start + nbytes]
-                works.append((self._seen[rank], self._group.send([part], rank, self._tag)))
+                works.append((self._seen[rank], self._group.send([part], rank, int(questions[rank][-1]))))
                 start += nbytes
-        self._pushed = _Pushed(works, received, sent, sent_rows, self._versions(), len(questions) == size)
+        self._pushed = _Pushed(works, received, self._versions(), len(questions) == size)
+        self._sent = sent, sent_rows
         self.sent_nbytes += len(sent)
 
     def take(self) -> list[tuple[int, Tensor, Tensor]]:
@@ -180,7 +178,6 @@ class PushedRows:
         if pushed is None:
             return []
         self._wait(pushed)
-        self._sent = pushed.sent, pushed.sent_rows
         if pushed.versions != self._versions():
             return []
         self.has_used = True
@@ -200,10 +197,13 @@ class PushedRows:
         if self._pushed is not None:
             pushed, self._pushed = self._pushed, None
             self._wait(pushed)
+        self._sent = None
 
     def settle(self) -> None:
         """Note that the lookups of a step are over."""
-        self._sent, self.has_used = None, False
+        self.has_used = False
+        if self._pushed is None:
+            self._sent = None
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Use another process group, and forget what is on its way.
@@ -213,10 +213,9 @@ class PushedRows:
         """
         self._group = group
         self._seen = {} if group is None else {rank: self._world.wait_for(rank) for rank in range(self._world.size)}
-        self.settle()
         self._pushed, self._lookups = None, None
+        self.settle()
         self.begin()
-        self._steps = 0
 
     @torch.no_grad()
     def overwritten(self) -> int | None:
@@ -224,12 +223,14 @@ class PushedRows:
         if self._sent is None:
             return None
         (sent, rows_of), start = self._sent, 0
+        if torch.equal(self._read(rows_of), sent):
+            return None
         for number, rows in rows_of:
             present = self._read([(number, rows)])
             if not torch.equal(present, sent[start : start + len(present)]):
                 return number
             start += len(present)
-        return None
+        raise AssertionError("some rows differ")
 
     def _receive(self) -> _Incoming:
         """Begin to receive what this rank has asked for."""
@@ -252,11 +253,6 @@ class PushedRows:
             if len(part):
                 works.append((self._seen[other], self._group.recv([part], other, self._tag)))
         return _Incoming(rows_of, memory, works)
-
-    @property
-    def _tag(self) -> int:
-        """The tag of messages of this step: those of one that failed before they were sent are for no other."""
-        return 1 + self._steps % _TAGS
 
     def _wait(self, pushed: _Pushed) -> None:
         for seen, work in pushed.works:

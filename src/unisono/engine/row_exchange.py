@@ -103,7 +103,7 @@ class RowExchange:
         self._is_open, self._keeps = True, is_step
         self._is_complete = is_step and self._joint and self._pushed.is_complete
         self._announced = {}
-        self._rounds.begin()
+        self._rounds.begin(is_step=is_step)
         if is_step:
             self._announced, self._next_announced = self._next_announced, {}
             self._pushed.begin()

@@ -43,6 +43,7 @@ class RowRounds:
         self._requests: MessageExchange | None = None
         self._written: dict[int, tuple[bool, int]] = {}
         """By rank, if it has used rows that were sent ahead, and the number of a table of which others were wrong."""
+        self._is_step = False
         self.is_broken = False
         """True if a round has failed: there can be no other one."""
         self.is_ending = False
@@ -65,11 +66,11 @@ class RowRounds:
         )
         self._pushed.connect(group)
 
-    def begin(self) -> None:
+    def begin(self, *, is_step: bool) -> None:
         """Begin a step or an evaluation. Local."""
         assert self._requests is not None
         self._requests.expect()
-        self._written = {}
+        self._written, self._is_step = {}, is_step
 
     @contextmanager
     def unless_broken(self) -> Iterator[None]:
@@ -108,7 +109,8 @@ class RowRounds:
         while not is_done:
             is_done, _ = self._run([], is_open=False)
         written, self._written = self._written, {}
-        self._pushed.settle()
+        if self._is_step:
+            self._pushed.settle()
         number = max((number for _, number in written.values()), default=_NOTHING)
         users = [rank for rank, (has_used, _) in sorted(written.items()) if has_used]
         if number != _NOTHING and users:
@@ -158,7 +160,7 @@ class RowRounds:
             is_open: False if it is through.
         """
         assert self._requests is not None
-        written = None if is_open else self._pushed.overwritten()
+        written = None if is_open or not self._is_step else self._pushed.overwritten()
         notes = (int(is_open), number, int(self._pushed.has_used), _NOTHING if written is None else written)
         self._requests.post(messages, notes)
         self.sent_nbytes += sum(map(len, messages))

@@ -15,6 +15,7 @@ from unisono.embedding.tables import serving_in
 from unisono.engine.base import Engine, Trained
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, GroupConsistencyCheck, NoConsistencyCheck
+from unisono.engine.early_receives import EARLY_TAGS, EarlyReceives
 from unisono.engine.host_tree_all_reduce import GroupAllReduce, HostGrid, HostRanks, group_all_reduce
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.local import LocalEngine
@@ -43,7 +44,8 @@ EngineKind = Literal["auto", "shared", "collective"]
 
 _LBFGS = "LBFGS looks at the loss at other weights within a step, and where ranks share weights each updates a part"
 
-_FIRST_TAG = 1 << 28
+_FIRST_TAG, _RUNS = 1 << 28, 1 << 18
+"""Tags of messages that nothing else of the process group has: each run takes the next ones, of so many."""
 
 
 class EngineFactory:
@@ -87,6 +89,9 @@ class EngineFactory:
                 self._shared = runtime, SharedParameters(runtime, self._loads, files_of(modules).values()), comparison
         elif world.group is not None:
             self.comparison = GroupConsistencyCheck(world, tag)
+        self._early: EarlyReceives | None = None
+        if tag is not None and world.device.type == "cpu":
+            self._early = EarlyReceives(world, tag + 1)
 
     @property
     def weights(self) -> WeightWrites:
@@ -164,6 +169,7 @@ class EngineFactory:
             overlap=overlap,
             hosts=self._hosts,
             several_hosts=self._several_hosts,
+            early=self._early,
             exchange=self.exchange,
         )
 
@@ -180,7 +186,7 @@ class EngineFactory:
             widest=widest,
             dtype=dtype,
             device=device,
-            several_hosts=self._several_hosts,
+            early=self._early,
         )
 
 
@@ -227,13 +233,15 @@ def select_engines(
         )
         to_shared_memory = shared_memory_obstacle()
         process = own_process() if to_shared_memory is None else ""
+        number = world.store("unisono/runs").add("count", 1) if world.group is not None and not world.rank else 0
         everyone = world.gather(
-            (host_id(with_network=True), to_shared_memory, to_sharing, secrets.token_hex(8), process)
+            (host_id(with_network=True), to_shared_memory, to_sharing, secrets.token_hex(8), process, number)
         )
         hosts = {host for host, *_ in everyone}
         grid = HostGrid.of([host for host, *_ in everyone])
         several_hosts = len(hosts) > 1
-        tag = _FIRST_TAG + int(everyone[0][3][:7], 16)  # another one than those of other Trainers
+        if several_hosts:
+            tag = _FIRST_TAG + everyone[0][-1] % _RUNS * (1 + EARLY_TAGS)
         obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
         if obstacle is None and len(hosts) > 1:
             obstacle = f"the {world.size} ranks are on {len(hosts)} hosts"
@@ -254,9 +262,9 @@ def select_engines(
             )
         # Ranks of one host compare what they do in shared memory even if they send their gradients.
         if shares or (len(hosts) == 1 and not any(why_not for _, why_not, *_ in everyone)):
-            runtime = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
+            runtime = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process, _ in everyone])
         elif grid is not None and world.device.type == "cpu" and not any(why_not for _, why_not, *_ in everyone):
-            host_ranks = HostRanks.sharing(world, grid, [(key, process) for *_, key, process in everyone])
+            host_ranks = HostRanks.sharing(world, grid, [(key, process) for *_, key, process, _ in everyone])
         elif grid is not None:
             host_ranks = HostRanks(grid)
     return EngineFactory(

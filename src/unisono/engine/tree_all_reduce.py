@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unisono.activity import Wait
 from unisono.collectives.world import World
+from unisono.engine.early_receives import EarlyReceives
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan import Node, fold, nodes_of, rank_block
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
@@ -107,9 +108,12 @@ class TreeAllReduce:
         widest: NodeLayout,
         dtype: torch.dtype,
         device: torch.device,
-        several_hosts: bool = False,
+        early: EarlyReceives | None = None,
     ) -> None:
-        """Allocate the rows. `widest` is the layout with all virtual ranks, which has the most nodes on every rank."""
+        """Allocate the rows. `widest` is the layout with all virtual ranks, which has the most nodes on every rank.
+
+        `early` lets short vectors be received early; it is for CPU ranks of several hosts.
+        """
         assert world.group is not None
         self._group, self._rank, self._size = world.group, world.rank, world.size
         self._waiter = world.waiter
@@ -120,7 +124,11 @@ class TreeAllReduce:
         """The length of the vector, padded so that it divides into aligned segments."""
         nbytes = self.numel * dtype.itemsize
         self._direct = world.size == 2 or nbytes <= DIRECT_NBYTES
-        self._by_backend = world.size == 2 and not (several_hosts and nbytes <= _PAIR_NBYTES and not self._batched)
+        is_short = nbytes <= (_PAIR_NBYTES if world.size == 2 else DIRECT_NBYTES)
+        self._early = early if is_short and not self._batched else None
+        self._came: list[tuple[Tensor, Tensor]] = []
+        """The memory of early receives, and the rows that they are for."""
+        self._by_backend = world.size == 2 and self._early is None
         self._counts = [len(nodes) for nodes in widest.nodes]
         self.rows = torch.zeros(self._counts[world.rank], self.numel, dtype=dtype, device=device).unbind()
         """This rank's rows, each of shape [numel]; unused padding stays zero."""
@@ -135,6 +143,9 @@ class TreeAllReduce:
         plan = self._plans.get(layout.leaves)
         self._plan = plan if plan is not None else self._plan_for(layout)
         self._works = []
+        if self._early is not None:
+            for peer in self._peers():
+                self._early.expect(peer, self._row_nbytes, len(layout.nodes[peer]))
 
     def launch(self) -> None:
         """Send this rank's rows; see `AllReduce`. Every rank must launch its all-reduces in the same order."""
@@ -198,6 +209,10 @@ class TreeAllReduce:
             for rank, count in enumerate(self._counts)
         ]
 
+    @property
+    def _row_nbytes(self) -> int:
+        return self.numel * self.rows[0].itemsize
+
     def _peers(self) -> list[int]:
         # Each rank begins with its right neighbour, so that not everyone talks to rank 0 first.
         return [(self._rank + i) % self._size for i in range(1, self._size)]
@@ -213,6 +228,13 @@ class TreeAllReduce:
             if operations:
                 self._works += [(None, work) for work in dist.batch_isend_irecv(operations)]
             return
+        if self._early is not None:
+            for peer, tensor in receives:
+                seen, work, memory = self._early.take(peer, self._row_nbytes)
+                self._works.append((seen, work))
+                self._came.append((memory, tensor))
+            self._works += [self._early.send(peer, tensor) for peer, tensor in sends]
+            return
         for peer, tensor in receives:
             self._works.append((self._seen[peer], self._group.recv([tensor], peer, 0)))
         for peer, tensor in sends:
@@ -222,6 +244,11 @@ class TreeAllReduce:
         for seen, work in self._works:
             self._waiter.wait(work, seen)
         self._works = []
+        if self._early is not None:
+            for memory, row in self._came:
+                row.copy_(memory.view(row.dtype))
+                self._early.give_back(memory)
+            self._came = []
 
 
 _Transfer = tuple[int, Tensor]

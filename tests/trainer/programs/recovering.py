@@ -369,8 +369,8 @@ class ComparedGroup:
         return self.group.send(tensors, peer, tag)
 
 
-def compare_by(check, world, init=GroupConsistencyCheck.__init__):
-    init(check, world)
+def compare_by(check, world, tag=None, init=GroupConsistencyCheck.__init__):
+    init(check, world, tag)
     check._group = ComparedGroup(check._group)
 
 
