@@ -127,14 +127,14 @@ class GroupAllGatherV:
 
 
 class GroupAllToAllV:
-    """Sends a message to each rank through the process group; see `MessageExchange` for the traffic.
+    """Sends a message to each rank; its calls are those of `AllGatherV`, but for what `post` takes.
 
-    Its calls are those of `AllGatherV`, but for what `post` takes.
+    Args:
+        exchange: Sends the messages.
     """
 
-    def __init__(self, world: World) -> None:
-        assert world.group is not None
-        self._exchange = MessageExchange(world, group=world.group, most=_MOST_SLOT_NBYTES)
+    def __init__(self, exchange: MessageExchange) -> None:
+        self._exchange = exchange
 
     def post(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Begin to send the messages: for each rank some vectors. Every rank must call it."""

@@ -242,7 +242,9 @@ class CollectiveEngine(GradientAccumulation):
             rank=self._world.rank,
             all_gather=GroupAllGatherV(self._world),
             maps=maps,
-            all_to_all=GroupAllToAllV(self._world) if owners_of(maps) else None,
+            all_to_all=None
+            if self._exchange is None or not owners_of(maps)
+            else GroupAllToAllV(self._exchange.gradients),
         )
         self._buckets = []
         self._slots = [None] * len(dense.parameters)  # type: ignore[list-item]

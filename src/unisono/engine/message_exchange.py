@@ -59,20 +59,21 @@ class MessageExchange:
 
     Args:
         world: The ranks.
-        group: Their process group, on CPUs. With `expects`, nothing else uses it.
+        group: Their process group, on CPUs.
         most: The greatest length of a slot in bytes. It bounds what is sent in vain.
         notes: How many numbers each rank tells all others.
-        expects: True if `expect` is called before the exchanges. Few ranks then send each other messages.
+        tag: A tag that no other messages of the group have. With it, `expect` may be called before an exchange, and few
+            ranks send each other messages.
     """
 
     def __init__(
-        self, world: World, *, group: dist.ProcessGroup, most: int, notes: int = 0, expects: bool = False
+        self, world: World, *, group: dist.ProcessGroup, most: int, notes: int = 0, tag: int | None = None
     ) -> None:
         self._size, self._rank, self._group, self._most, self._notes = world.size, world.rank, group, most, notes
         self._head_nbytes = align_up(8 * (notes + world.size), WIRE_NBYTES)
         self._slot = 0
         self._posted: _PostedMessages | None = None
-        self._waiter, self._expects = world.waiter, expects and world.size <= _FEW_RANKS
+        self._waiter, self._tag = world.waiter, tag if world.size <= _FEW_RANKS else None
         self._seen = {rank: world.wait_for(rank) for rank in range(world.size) if rank != world.rank}
         self._expected: tuple[Tensor, list[tuple[Wait | None, dist.Work]]] | None = None
 
@@ -82,9 +83,9 @@ class MessageExchange:
         A sender waits until it has heard that the other side receives. If that was said early, the exchange takes half
         of the time between hosts.
         """
-        if self._expects and self._expected is None:
+        if self._tag is not None and self._expected is None:
             got = torch.empty((self._size, self._head_nbytes + self._slot), dtype=torch.uint8)
-            works = [(seen, self._group.recv([got[rank]], rank, 0)) for rank, seen in self._seen.items()]
+            works = [(seen, self._group.recv([got[rank]], rank, self._tag)) for rank, seen in self._seen.items()]
             self._expected = got, [*works]
 
     def exchange(self, messages: Sequence[Tensor], notes: Sequence[int] = ()) -> tuple[list[list[int]], list[Tensor]]:
@@ -107,12 +108,12 @@ class MessageExchange:
         for place, message, length in zip(given, messages, lengths, strict=True):
             if length and slot:
                 place[head_nbytes : head_nbytes + length] = message[:slot]
-        if self._expects:
+        if self._tag is not None:
             self.expect()
             assert self._expected is not None
             (got, works), self._expected = self._expected, None
             got[self._rank] = given[self._rank]
-            works += [(seen, self._group.send([given[rank]], rank, 0)) for rank, seen in self._seen.items()]
+            works += [(seen, self._group.send([given[rank]], rank, self._tag)) for rank, seen in self._seen.items()]
         else:
             got = torch.empty_like(given)
             arguments = got.view(-1), given.view(-1)

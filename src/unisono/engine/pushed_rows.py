@@ -64,6 +64,9 @@ class PushedRows:
         tables: The tables, the same on all ranks.
     """
 
+    FIRST_TAG = 2
+    """Lower tags of the group are for other messages."""
+
     def __init__(self, world: World, tables: Sequence[DividedTable]) -> None:
         self._world, self._tables = world, tables
         self._lookups: Mapping[int, Tensor] | None = None
@@ -113,7 +116,7 @@ class PushedRows:
             return None
         nothing = torch.empty(0, dtype=torch.int64)
         rank, size = self._world.rank, self._world.size
-        self._tag = self._tag % _TAGS + 1
+        self._tag = max((self._tag + 1) % _TAGS, self.FIRST_TAG)
         for number, table in enumerate(self._tables):
             ids = torch.unique(lookups.get(number, nothing))
             rows = table.rows.numbers(ids)
@@ -209,7 +212,7 @@ class PushedRows:
         """Use another process group, and forget what is on its way.
 
         Args:
-            group: The group, over which nothing else is sent with a tag but 0; None: there is none for now.
+            group: The group, where tags from `FIRST_TAG` on are for this alone; None: there is none for now.
         """
         self._group = group
         self._seen = {} if group is None else {rank: self._world.wait_for(rank) for rank in range(self._world.size)}

@@ -23,6 +23,7 @@ from unisono.embedding.id_order import ordered_ids
 from unisono.engine.consistency import ConsistencyCheck
 from unisono.engine.fetched_rows import FetchedRows
 from unisono.engine.kept_updates import KeptUpdates
+from unisono.engine.message_exchange import MessageExchange
 from unisono.engine.pushed_rows import PushedRows
 from unisono.engine.row_requests import NOBODY, DividedTable, RowRequest
 from unisono.engine.row_rounds import RowRounds
@@ -67,6 +68,12 @@ class RowExchange:
     def sent_nbytes(self) -> int:
         """The bytes of ids and rows that this rank has sent to others."""
         return self._rounds.sent_nbytes + self._pushed.sent_nbytes
+
+    @property
+    def gradients(self) -> MessageExchange:
+        """What sends the sums of a step to the ranks that have the rows."""
+        assert self._rounds.gradients is not None
+        return self._rounds.gradients
 
     @property
     def shift(self) -> int:

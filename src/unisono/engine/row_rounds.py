@@ -23,6 +23,9 @@ __all__ = ["RowRounds"]
 
 _MOST_SLOT_NBYTES = 32 << 10
 """A rank that is through with its samples sends empty slots in the rounds of others."""
+_MOST_GRADIENTS_NBYTES = 256 << 10
+"""At most an eighth of it is sent in vain once messages are about as long as the last ones."""
+_ROUNDS_TAG, _GRADIENTS_TAG = range(PushedRows.FIRST_TAG)
 _NOTHING, _SEVERAL, _AHEAD = -1, -2, -3
 """Stand for the number of a table in the message of a rank that asks for no rows, for those of several tables, or for
 those of the next step."""
@@ -41,6 +44,8 @@ class RowRounds:
         self._world, self._tables, self._pushed = world, tables, pushed
         self._group: dist.ProcessGroup | None = None
         self._requests: MessageExchange | None = None
+        self.gradients: MessageExchange | None = None
+        """Sends the sums of a step to the ranks that have the rows."""
         self._written: dict[int, tuple[bool, int]] = {}
         """By rank, if it has used rows that were sent ahead, and the number of a table of which others were wrong."""
         self._is_step = False
@@ -55,21 +60,22 @@ class RowRounds:
         """Use another process group.
 
         Args:
-            group: A group for these rounds and the rows that are sent ahead alone; None: there is none for now.
+            group: A group for the rows of these tables and their gradients alone; None: there is none for now.
         """
         self.is_broken = self.is_ending = False
-        self._group = group
-        self._requests = (
-            None
-            if group is None
-            else MessageExchange(self._world, group=group, most=_MOST_SLOT_NBYTES, notes=4, expects=True)
-        )
+        self._group, self._requests, self.gradients = group, None, None
+        if group is not None:
+            most = _MOST_SLOT_NBYTES
+            self._requests = MessageExchange(self._world, group=group, most=most, notes=4, tag=_ROUNDS_TAG)
+            self.gradients = MessageExchange(self._world, group=group, most=_MOST_GRADIENTS_NBYTES, tag=_GRADIENTS_TAG)
         self._pushed.connect(group)
 
     def begin(self, *, is_step: bool) -> None:
         """Begin a step or an evaluation. Local."""
         assert self._requests is not None
         self._requests.expect()
+        if is_step and self.gradients is not None:
+            self.gradients.expect()
         self._written, self._is_step = {}, is_step
 
     @contextmanager
