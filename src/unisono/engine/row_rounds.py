@@ -72,9 +72,9 @@ class RowRounds:
 
     def begin(self, *, is_step: bool) -> None:
         """Begin a step or an evaluation. Local."""
-        assert self._requests is not None
+        assert self._requests is not None and self.gradients is not None
         self._requests.expect()
-        if is_step and self.gradients is not None:
+        if is_step:
             self.gradients.expect()
         self._written, self._is_step = {}, is_step
 

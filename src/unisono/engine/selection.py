@@ -62,9 +62,9 @@ class EngineFactory:
         runtime: SharedRuntime | None,
         shares: bool,
         hosts: HostRanks | None = None,
-        several_hosts: bool = False,
         tag: int | None = None,
     ) -> None:
+        """Note the arguments. `tag` is the first of the tags of this run, on several hosts; see `_FIRST_TAG`."""
         self._world, self._modules = world, modules
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
         self.runtime = runtime
@@ -72,7 +72,7 @@ class EngineFactory:
         self._virtual_ranks, self._protect = virtual_ranks, protect
         self.overlap = overlap
         """If False, no gradient is added or taken before backward has ended."""
-        self._hosts, self._several_hosts = hosts, several_hosts
+        self._hosts, self._several_hosts = hosts, tag is not None
         self.workers: Workers | None = None
         """The workers that train on their own; None where each step has the gradient of all. Set before any engine."""
         self.exchange: RowExchange | None = None
@@ -217,7 +217,7 @@ def select_engines(
     """
     modules, optimizers = list(modules), list(optimizers)
     runtime = host_ranks = None
-    several_hosts, tag = False, None
+    tag = None
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
     shares = False
     has_servers = serving_in(modules) is not None and (world.group is not None or world.size == 1)
@@ -239,8 +239,7 @@ def select_engines(
         )
         hosts = {host for host, *_ in everyone}
         grid = HostGrid.of([host for host, *_ in everyone])
-        several_hosts = len(hosts) > 1
-        if several_hosts:
+        if len(hosts) > 1:
             tag = _FIRST_TAG + everyone[0][-1] % _RUNS * (1 + EARLY_TAGS)
         obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
         if obstacle is None and len(hosts) > 1:
@@ -276,7 +275,6 @@ def select_engines(
         runtime=runtime,
         shares=shares,
         hosts=host_ranks,
-        several_hosts=several_hosts,
         tag=tag,
     )
 

@@ -28,7 +28,7 @@ Lookups = Callable[[Any], Mapping[str, Tensor]]
 
 
 class BatchesAhead:
-    """Reads rows for the batch after the present one, and says what this one looks up.
+    """Reads rows for the batch after the present one, or says what both look up where rows are divided over ranks.
 
     Args:
         lookups: The user's function.
@@ -77,7 +77,8 @@ class BatchesAhead:
             if batch is None:
                 return None
             lookups = [self._lookups(each) for each in batch.micro_batches]
-            self._rows.begin(lookups, source=_SOURCE)
+            if self._rows.has_files:
+                self._rows.begin(lookups, source=_SOURCE)
             if self._exchange is None:
                 return batch, {}
             named = [each for of_one in lookups for each in self._rows.named(of_one, source=_SOURCE)]
