@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -234,6 +235,17 @@ def fork_python(rank_host: RankHost, tmp_path_factory: pytest.TempPathFactory) -
         return (folder / "out0").read_text().splitlines()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def simulated_device(pytestconfig: pytest.Config) -> Path:
+    """The library of a device that works as a GPU does, for programs behind `simulated_device.py` (which see)."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++ to compile the simulated device")
+    from simulated_device import build  # which imports torch
+
+    assert pytestconfig.cache is not None
+    return build(pytestconfig.cache.mkdir("simulated_device"))
 
 
 @pytest.fixture(scope="session")

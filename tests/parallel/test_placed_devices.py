@@ -14,20 +14,22 @@ from torch.nn import functional as F
 
 from unisono.parallel import place
 
+ON_DEVICE = Path(__file__).parents[1] / "simulated_device.py"
 PROGRAM = Path(__file__).parent / "programs" / "placed_devices.py"
 
 
-def test_layers_on_two_devices_give_what_the_whole_model_gives(fork_python):
-    devices, outputs, moved, removed, checkpointed, trainer, replicate, absent, divided = fork_python(PROGRAM)
+def test_layers_on_two_devices_give_what_the_whole_model_gives(fork_python, simulated_device):
+    lines = fork_python(ON_DEVICE, simulated_device, PROGRAM)
+    devices, outputs, moved, removed, checkpointed, trainer, replicate, absent, divided = lines
     assert devices == ("devices {'embed': 'sim:0', 'inner.a': 'sim:0', 'inner.b': 'cpu', 'head': 'sim:0'} sim:0")
     # The code after the last layer runs where that is, and the one before stays.
     assert outputs == "outputs {'logits': 'sim:0', 'tied': 'sim:0'} sim:0"
     assert moved == "moved {'cpu'} [device(type='sim', index=0), device(type='cpu')]"
-    assert "got tensors on different devices: ['cpu', 'sim:0']" in removed
+    assert "Expected all tensors to be on the same device" in removed
     assert checkpointed == "checkpointed sim:0"
     assert "'model' has been placed on cpu, sim:0, and a Trainer keeps each model on one device" in trainer
     assert "model has been placed on cpu, sim:0, and replicate() sums the gradients of one device" in replicate
-    assert absent == "sim:1 is not there: this process has 1 devices of type sim"
+    assert absent == "sim:2 is not there: this process has 2 devices of type sim"
     assert divided == "divided ['sim:0', 'sim:0', 'sim:0', 'cpu', 'cpu', 'cpu'] (0.5, 0.5)"
 
 
