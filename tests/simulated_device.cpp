@@ -157,6 +157,9 @@ struct SimHooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
     return at::globalContext().defaultGenerator(at::kCPU);
   }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return c10::GetAllocator(at::kCPU);
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     c10::OptionalDeviceGuard guard(storage.device());
     c10::DataPtr data = allocator.allocate(nbytes);
@@ -419,6 +422,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
   return {on_device(of_input, device), on_device(of_weight, device), on_device(of_bias, device)};
 }
 
+// As between the CPU and CUDA: p.data = ... moves a parameter.
+bool may_become(const at::Tensor& self, const at::Tensor& other) {
+  return self.layout() == other.layout();
+}
+
 int64_t allocated_nbytes(int64_t device) {
   return allocated.at(device);
 }
@@ -438,6 +446,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize_);
   m.impl("_local_scalar_dense", &local_scalar_dense);
+  m.impl("_has_compatible_shallow_copy_type", &may_become);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("as_strided", at::native::as_strided_tensorimpl);

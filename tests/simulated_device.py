@@ -1,7 +1,7 @@
 """Makes torch know a device "sim" that works as a GPU does, on machines that have none; see simulated_device.cpp.
 
-As a program, it runs a script on it: `simulated_device.py LIBRARY SCRIPT ARGUMENTS...`. A Trainer's default device is
-"sim:0" there.
+As a program, it runs a script on it: `simulated_device.py LIBRARY SCRIPT ARGUMENTS...`. The default device of
+`Trainer` and `unisono.parallel.build` is "sim:0" there.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 import types
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,13 @@ def register(library: str | Path) -> None:
     module.is_available = lambda: True
     module.device_count = lambda: DEVICES
     module.current_device = lambda: 0
+    module.device = lambda device: nullcontext()  # the library makes memory where it is asked for
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     torch._register_device_module("sim", module)
-    # A parameter that is moved stays the same object, as with GPUs.
-    torch.__future__.set_swap_module_params_on_conversion(True)
 
 
 if __name__ == "__main__":
@@ -60,7 +60,8 @@ if __name__ == "__main__":
     register(library)
     import unisono
 
-    unisono.Trainer.__init__.__kwdefaults__["device"] = "sim:0"
+    for function in (unisono.Trainer.__init__, unisono.parallel.build):
+        function.__kwdefaults__["device"] = "sim:0"
     sys.argv = [script, *rest]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

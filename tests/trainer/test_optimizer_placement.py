@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.trainer.optimizer_placement import follow_parameters
+from unisono.engine.optimizer_placement import follow_parameters
 
 
 def adagrad(parameters):

@@ -24,6 +24,7 @@ from torch import Tensor
 from unisono.collectives.world import World
 from unisono.engine.copied_all_reduce import CopiedAllReduce
 from unisono.engine.early_receives import EarlyReceives
+from unisono.engine.local_all_reduce import LocalAllReduce
 from unisono.engine.local_exchange import GroupLocalExchange, LocalExchange
 from unisono.engine.shared.shared_local_exchange import SharedLocalExchange
 from unisono.engine.shared.shared_runtime import SharedRuntime
@@ -101,6 +102,8 @@ def group_all_reduce(
         hosts: The hosts of the ranks; None if they do not form a grid, or there is one host.
         early: Receives short vectors early; None on one host.
     """
+    if world.size == 1:
+        return LocalAllReduce(numel, dtype=dtype, device=device)
     if device.type != world.device.type:
         return CopiedAllReduce(world, numel, widest=widest, dtype=dtype, device=device)
     if hosts is None or device.type != "cpu" or numel * dtype.itemsize <= DIRECT_NBYTES:
@@ -289,5 +292,5 @@ class _HostPlan:
         return self.total
 
 
-GroupAllReduce = TreeAllReduce | HostTreeAllReduce | CopiedAllReduce
+GroupAllReduce = TreeAllReduce | HostTreeAllReduce | CopiedAllReduce | LocalAllReduce
 """The kinds of all-reduce through a process group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from unisono.text import a_type
 
-__all__ = ["as_device", "device_of"]
+__all__ = ["as_device", "choose_device", "device_of"]
 
 
 def as_device(given: Any) -> torch.device:
@@ -48,3 +49,49 @@ def device_of(module: nn.Module) -> torch.device | None:
     """Return the device of a module; None if it has no tensors, or some on several devices."""
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     return devices.pop() if len(devices) == 1 else None
+
+
+def choose_device(device: str | torch.device, modules: Iterable[nn.Module], *, local_rank: int) -> torch.device:
+    """Choose the device of this rank, and make its GPU the current one.
+
+    Args:
+        device: What the user has given; "auto" is a GPU if torch sees one, otherwise where the models are.
+        modules: The models.
+        local_rank: Rank among the processes of this host, which chooses among its GPUs.
+
+    Raises:
+        TypeError: device is neither a text nor a torch.device.
+        ValueError: torch does not know it, does not see it, or it is "meta".
+    """
+    if device == "auto":
+        if torch.cuda.is_available():
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        else:
+            tensors = (t for module in modules for t in module.parameters())
+            device = next(tensors, torch.empty(0)).device
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f'device={device!r} is {a_type(device)}; give "auto", "cpu" or "cuda"')
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'device={device!r} is no device that torch knows; give "auto", "cpu" or "cuda"') from None
+    if device.type == "meta":
+        raise ValueError('device="meta" computes nothing: give "auto", "cpu" or "cuda"')
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        return as_device(device)
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index: int | None = device.index
+    if (index or 0) >= there:
+        raise ValueError(
+            f"device={str(device)!r}, but torch sees {there} GPUs here: see that the driver and a build of "
+            'torch for CUDA are installed, or give device="auto" or "cpu"'
+        )
+    if index is None:
+        device = torch.device("cuda", local_rank % there)
+    torch.cuda.set_device(device)
+    # Algorithms that are chosen by timing or add in any order would have different bits each time.
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    return device

@@ -25,8 +25,10 @@ from unisono.engine.description import (
 )
 from unisono.engine.local_steps import Workers
 from unisono.engine.model_contents import parameter_names
+from unisono.engine.optimizer_placement import follow_parameters
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.job.placement import own_placement
+from unisono.parallel.device_names import choose_device
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding import Shard
@@ -41,7 +43,6 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models, check_placed
 from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
-from unisono.trainer.optimizer_placement import follow_parameters
 from unisono.trainer.part_restoration import restore_parts
 from unisono.trainer.recoverable_state import RecoverableState, WholeState
 from unisono.trainer.recovery import Recovery
@@ -55,7 +56,6 @@ from unisono.trainer.setup import (
     check_equal_values,
     check_schedulers,
     check_workers,
-    choose_device,
     compile_each_size,
     keep_freed_memory,
     named_optimizers,
@@ -102,16 +102,17 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     check_models(model)
     modules = plain_modules(model)
     check_batch_norms(modules)
-    check_built(modules, settings.parallel)
     refuse_averages(modules, settings.ema_decay)
     if settings.parallel is not None:
         refuse_tables(modules, f"parallel={type(settings.parallel).__name__}(...)")
     optimizers = with_tables(named_optimizers(optimizer), modules)
     schedulers = check_schedulers(settings.scheduler, optimizers, settings.stateful)
-    chosen = choose_device(settings.device, modules, local_rank=own_placement().local_rank)
+    chosen = choose_device(settings.device, modules.values(), local_rank=own_placement().local_rank)
+    check_built(modules, settings.parallel, chosen)
     check_placed(modules, chosen)
-    if chosen.type == "cpu":
+    if chosen.type == "cpu" or (isinstance(settings.parallel, Shard) and settings.parallel.offloads(chosen)):
         torch.set_num_threads(settings.threads)
+    if chosen.type == "cpu":
         keep_freed_memory()
     compile_each_size()
     for module in modules.values():
@@ -157,7 +158,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         check_cut_optimizers(optimizers)
         cut = cut_model(settings.parallel, modules, model, optimizers, world)
     elif settings.parallel is not None:
-        cut = divide_model(settings.parallel, modules, model, optimizers, world)
+        cut = divide_model(settings.parallel, modules, model, optimizers, world=world, device=chosen)
     policy = settings.checkpoints
     if policy.incremental is None:
         policy = replace(policy, incremental=bool(tables_in(modules.values())))

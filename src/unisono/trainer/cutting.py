@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,18 +18,20 @@ from unisono.parallel.placed.forward import refuse_placed
 from unisono.parallel.sharding import Shard
 from unisono.parallel.sharding.built_parts import built_parts
 from unisono.parallel.sharding.divided_model import DividedModel, check_memory
-from unisono.parallel.sharding.division_checks import check_divisible, check_optimizers, refuse_compiled, refuse_gpus
+from unisono.parallel.sharding.division_checks import check_divisible, check_optimizers, refuse_compiled
+from unisono.parallel.sharding.units import is_divided
 from unisono.trainer.closure import needs_closure
 
 __all__ = ["built_tensors", "check_built", "check_cut_optimizers", "cut_model", "divide_model"]
 
 
-def check_built(modules: Mapping[str, nn.Module], parallel: Pipeline | Shard | None) -> None:
-    """Check that models which were built in parts go on in the same parts.
+def check_built(modules: Mapping[str, nn.Module], parallel: Pipeline | Shard | None, device: torch.device) -> None:
+    """Check that models which were built in parts go on in the same parts, on the same device.
 
     Args:
         modules: The models by the prefix of their names.
         parallel: The user's settings.
+        device: Where they are to compute.
 
     Raises:
         ValueError: The model was built with other settings, or changed since.
@@ -41,6 +44,11 @@ def check_built(modules: Mapping[str, nn.Module], parallel: Pipeline | Shard | N
             raise ValueError(
                 f"the model was built by unisono.parallel.build(..., parallel={built.shard}), so each rank has the "
                 f"part of it that this needs, and Trainer was given parallel={parallel}: give both the same"
+            )
+        if device != built.device:
+            raise ValueError(
+                f"the model was built by unisono.parallel.build for {built.device}, where each rank's part of it is, "
+                f'and Trainer is to train on {device}: give both the same, such as device="{device}"'
             )
         built.check_unchanged(module)
 
@@ -109,7 +117,6 @@ def cut_model(
     find_blocks(model, pipeline.names or ())
     if pipeline.zero == 1:
         check_optimizers(optimizers.values(), argument="zero=1")
-        refuse_gpus("Pipeline(zero=1)", model, "leave out zero=1")
         check_memory(model, "Pipeline(zero=1)")
     if world.size == 1:
         return None
@@ -120,9 +127,15 @@ def cut_model(
 
 
 def divide_model(
-    shard: Shard, modules: Mapping[str, nn.Module], given: object, optimizers: Mapping[str, Optimizer], world: World
+    shard: Shard,
+    modules: Mapping[str, nn.Module],
+    given: object,
+    optimizers: Mapping[str, Optimizer],
+    *,
+    world: World,
+    device: torch.device,
 ) -> DividedModel | None:
-    """Return the model of a run as it is divided over ranks; None with one rank, which has all of it.
+    """Return the model of a run as it is divided over ranks; None if one rank has all of it.
 
     Every rank must call it.
 
@@ -132,6 +145,7 @@ def divide_model(
         given: The model as the user has given it.
         optimizers: The optimizers by name.
         world: All ranks.
+        device: Where the model computes.
 
     Raises:
         ValueError: There are several models, the model is compiled as a whole, an optimizer, or the memory of a
@@ -147,4 +161,6 @@ def divide_model(
     if model is not given:
         raise refuse_compiled("parallel=Shard(...)")
     check_divisible(shard, model, optimizers.values(), world.size, caller="parallel=Shard(...)", argument="parallel=")
-    return DividedModel(shard, model, [*optimizers.values()], world) if world.size > 1 else None
+    if not is_divided(shard, device, ranks=world.size):
+        return None
+    return DividedModel(shard, model, [*optimizers.values()], world, device)

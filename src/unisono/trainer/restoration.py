@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine.model_contents import named_parameters, parameter_names
+from unisono.engine.optimizer_placement import placed
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode
 from unisono.state.digest import same_memory
 from unisono.trainer.hyperparameters import given_by, overruled, settings_of
 from unisono.trainer.modules import name_of_parameter
-from unisono.trainer.optimizer_placement import placed
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
 from unisono.trainer.table_optimizers import match_lengths
 

@@ -100,7 +100,7 @@ def find(
             lock.release()
             return json.dumps({"error": str(error)}).encode()
 
-    if world.size > 1 and (in_parts or owner is not None or (has_hosts and not apart)):
+    if (in_parts and not by_main) or (world.size > 1 and (in_parts or owner is not None or (has_hosts and not apart))):
         head = json.loads(world.broadcast_bytes(paths))
         if "error" in head:
             raise CheckpointError(head["error"])

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -33,7 +32,6 @@ __all__ = [
     "check_constants",
     "check_equal_values",
     "check_schedulers",
-    "choose_device",
     "compile_each_size",
     "keep_freed_memory",
     "named_optimizers",
@@ -143,46 +141,6 @@ def check_schedulers(
             which = f"scheduler {name!r}, a" if name else "the scheduler, a"
             raise ValueError(f"{which} {type(each).__name__}, {_FOREIGN}")
     return schedulers
-
-
-def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], *, local_rank: int) -> torch.device:
-    """Choose the device of this rank, and make its GPU the current one.
-
-    Raises:
-        TypeError: device is neither a text nor a torch.device.
-        ValueError: torch does not know it, does not see it, or it is "meta".
-    """
-    if device == "auto":
-        if torch.cuda.is_available():
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
-        else:
-            tensors = (t for module in modules.values() for t in module.parameters())
-            device = next(tensors, torch.empty(0)).device
-    if not isinstance(device, (str, torch.device)):
-        raise TypeError(f'device={device!r} is {a_type(device)}; give "auto", "cpu" or "cuda"')
-    try:
-        device = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f'device={device!r} is no device that torch knows; give "auto", "cpu" or "cuda"') from None
-    if device.type == "meta":
-        raise ValueError('device="meta" computes nothing: give "auto", "cpu" or "cuda"')
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type == "cuda":
-        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index: int | None = device.index
-        if (index or 0) >= there:
-            raise ValueError(
-                f"device={str(device)!r}, but torch sees {there} GPUs here: see that the driver and a build of "
-                'torch for CUDA are installed, or give device="auto" or "cpu"'
-            )
-        if index is None:
-            device = torch.device("cuda", local_rank % there)
-        torch.cuda.set_device(device)
-        # Algorithms that are chosen by timing or add in any order would have different bits each time.
-        torch.backends.cudnn.benchmark = False
-        torch.backends.cudnn.deterministic = True
-    return device
 
 
 def compile_each_size() -> None:

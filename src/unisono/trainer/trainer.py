@@ -85,7 +85,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             state of virtual ranks.
         device: "auto" is this rank's GPU if there is one, otherwise the device of the model.
         threads: The number of torch threads of this process on a CPU. More than one changes bits, so the default is a
-            constant and not the number of cores: use more ranks instead.
+            constant and not the number of cores: use more ranks instead. For models on GPUs it counts for
+            `Shard(offload=True)` alone, whose updates by torch's own optimizers have the same bits with any number.
         overlap: Collect and send gradients while backward is still running. Changes no bit.
         engine: "shared" keeps one copy of weights, gradients and optimizer state in shared memory, for CPU ranks of one
             host; "collective" keeps a copy for each rank and sends gradients; "auto" is "shared" where that is possible

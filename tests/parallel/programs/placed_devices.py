@@ -15,9 +15,6 @@ import unisono
 from unisono.parallel import place
 
 torch.set_num_threads(1)
-# Swapped parameters cannot be loaded into while a graph has them; here moved ones may be other objects.
-torch.__future__.set_swap_module_params_on_conversion(False)
-torch.__future__.set_overwrite_module_params_on_conversion(True)
 
 
 def refused(call):

@@ -9,6 +9,7 @@ state goes into a file, and new objects go on from there.
 """
 
 import math
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,9 +23,9 @@ import unisono.comm
 from unisono.plan import Node, fold
 from unisono.state.digest import digest
 
-SHARES, HOW = int(sys.argv[1].removeprefix("shares=")), sys.argv[2]
+SHARES, HOW, DEVICE = int(sys.argv[1].removeprefix("shares=")), sys.argv[2], os.environ.get("DEVICE", "cpu")
 STEPS, BATCH, BOUND = 6, 24, 0.8
-IN_PARTS = ("built", "size", "replicas")
+IN_PARTS = ("built", "size", "replicas", "offload")
 """The divisions whose state goes into parts in the middle; that of others goes into one file."""
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
@@ -55,14 +56,15 @@ class Net(nn.Module):
         return self.head(x) * self.scale
 
 
-def make():
+def make(device=DEVICE):
     torch.manual_seed(1)
-    return Net()
+    return Net().to(device)
 
 
 def data(step):
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(20, (BATCH, 5), generator=generator), torch.randint(20, (BATCH,), generator=generator)
+    x, y = torch.randint(20, (BATCH, 5), generator=generator), torch.randint(20, (BATCH,), generator=generator)
+    return x.to(DEVICE), y.to(DEVICE)
 
 
 def micro_batches(step, share):
@@ -162,9 +164,10 @@ def divide(state=None):
         "size": unisono.parallel.Shard(by="size", unit_bytes=4000),
         "zero1": unisono.parallel.Shard(zero=1),
         "replicas": unisono.parallel.Shard(replicas=2),
+        "offload": unisono.parallel.Shard(offload=True),
     }[HOW]
     if HOW == "built":
-        model = unisono.parallel.build(make, parallel=parallel)
+        model = unisono.parallel.build(lambda: make("cpu"), parallel=parallel, device=DEVICE)
     else:
         model = make()
         if unisono.rank() and state is None:

@@ -8,7 +8,9 @@ what both must agree on.
 """
 
 import math
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ import unisono.comm
 from unisono.plan import Node, fold
 from unisono.state.digest import digest
 
-SHARES, HOW = int(sys.argv[1].removeprefix("shares=")), sys.argv[2]
+SHARES, HOW, DEVICE = int(sys.argv[1].removeprefix("shares=")), sys.argv[2], os.environ.get("DEVICE", "cpu")
 STEPS, BATCH, BOUND = 20, 12, 0.5
 OVERFLOWS = (5, 12)
 torch.set_num_threads(1)
@@ -37,9 +39,9 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-def make():
+def make(device=DEVICE):
     torch.manual_seed(1)
-    return Net()
+    return Net().to(device)
 
 
 def make_optimizers(model):
@@ -50,7 +52,7 @@ def make_optimizers(model):
 
 
 def make_scaler():
-    return torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4)
+    return torch.amp.GradScaler(torch.device(DEVICE).type, init_scale=2.0**12, growth_interval=4)
 
 
 def updated(step):
@@ -62,7 +64,8 @@ def loss_of(model, step, share):
     generator = torch.Generator().manual_seed(step)
     x, y = torch.randn(BATCH, 29, generator=generator), torch.randint(5, (BATCH,), generator=generator)
     own = slice(BATCH // SHARES * share, BATCH // SHARES * (share + 1))
-    with torch.autocast("cpu", torch.float16):
+    x, y = x.to(DEVICE), y.to(DEVICE)
+    with torch.autocast(torch.device(DEVICE).type, torch.float16):
         loss = F.cross_entropy(model(x[own]), y[own])
     return loss * (1e4 if step in OVERFLOWS and share == SHARES - 1 else 1.0)
 
@@ -112,12 +115,13 @@ def reference():
 def divide():
     parallel = {
         "block": unisono.parallel.Shard(unit_bytes=1),
-        "built": unisono.parallel.Shard(),
+        "built": unisono.parallel.Shard(offload=True),
         "size": unisono.parallel.Shard(by="size", unit_bytes=2000),
         "zero1": unisono.parallel.Shard(zero=1),
         "replicas": unisono.parallel.Shard(replicas=2),
     }[HOW]
-    model = unisono.parallel.build(make, parallel=parallel) if HOW == "built" else make()
+    on_cpu = partial(make, "cpu")
+    model = unisono.parallel.build(on_cpu, parallel=parallel, device=DEVICE) if HOW == "built" else make()
     optimizers, scaler = make_optimizers(model), make_scaler()
     return model, optimizers, scaler, unisono.parallel.shard(model, optimizers, parallel=parallel, scaler=scaler)
 

@@ -160,6 +160,9 @@ HOW = {
     "size": lambda names: unisono.parallel.Shard(by="size", unit_bytes=1500),
     "default_size": lambda names: unisono.parallel.Shard(by="size"),
     "zero1": lambda names: unisono.parallel.Shard(zero=1),
+    "offload": lambda names: unisono.parallel.Shard(offload=True, unit_bytes=1),
+    "offload_size": lambda names: unisono.parallel.Shard(offload=True, by="size", unit_bytes=3000, replicas=2),
+    "offload_zero1": lambda names: unisono.parallel.Shard(offload=True, zero=1),
     "replicas": lambda names: unisono.parallel.Shard(by=names, replicas=2),
     "size_replicas": lambda names: unisono.parallel.Shard(by="size", unit_bytes=3000, replicas=2),
 }

@@ -25,6 +25,7 @@ SHARDS = {
     "size": {"by": "size", "unit_bytes": 1500},
     "replicas": {"replicas": 2},
     "zero1": {"zero": 1},
+    "offload": {"offload": True},
 }
 parallel = unisono.parallel.Shard(**SHARDS[how]) if how != "whole" else None
 

@@ -25,6 +25,8 @@ SHARDS = {
     "block": {"unit_bytes": 1},
     "size": {"by": "size", "unit_bytes": 100_000},
     "zero1": {"zero": 1},
+    "offload": {"offload": True},
+    "offload_zero1": {"offload": True, "zero": 1},
     "replicas": {"replicas": 2},
 }
 STAGES = {"stages": {"stages": 2}, "both": {"stages": 2, "replicas": 2, "zero": 1}}

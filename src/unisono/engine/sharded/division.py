@@ -26,7 +26,7 @@ class Division:
     """The state of a run on this rank: whole, or this rank's part of it.
 
     Args:
-        world: The ranks, more than one.
+        world: The ranks; one alone where its parts are kept in memory of the CPU.
         units: The units of the model, the same on all ranks.
         optimizers: The optimizers of the run.
         grid: This rank's place.

@@ -49,13 +49,12 @@ class UnitExchange:
     """Exchanges the weights and gradients of units. The calls are `begin`, `need` and `complete`, and `end` or `fail`.
 
     Args:
-        world: The ranks, more than one.
+        world: The ranks.
         units: The units, the same on all ranks.
         grid: This rank's place.
     """
 
     def __init__(self, world: World, units: Sequence[ShardedUnit], grid: ShardGrid) -> None:
-        assert world.group is not None
         self._world, self._units, self._grid = world, units, grid
         self._words = -(-len(units) // _BITS)
         self._votes = [torch.zeros(1 + self._words, dtype=torch.int64, device=world.device) for _ in range(world.size)]
@@ -116,10 +115,9 @@ class UnitExchange:
         """
         own = self._units[unit]
         received = own.updated()
-        if not received:
-            return
-        with self._unbroken(), uncounted_collectives():
-            self._transfer(dict.fromkeys(received, own.own), received)
+        if received:
+            with self._unbroken(), uncounted_collectives():
+                self._transfer(dict.fromkeys(received, own.own), received)
         own.settle(received)
 
     def assemble(self, own: Tensor, numels: Mapping[int, int], *, owner: int) -> Tensor | None:
@@ -182,13 +180,17 @@ class UnitExchange:
         """Send a unit to some ranks, each within its replica."""
         unit, rank, replica = self._units[number], self._world.rank, self._grid.replica
         wanted = rank in ranks
+        own = unit.held.to(unit.device) if wanted else unit.held
+        sent = own if own.device == self._world.device else unit.held
         columns = [
-            unit.held if each == rank else unit.held.new_empty(unit.held_nbytes(each) if wanted else 0)
+            own
+            if each == rank
+            else torch.empty(unit.held_nbytes(each) if wanted else 0, dtype=torch.uint8, device=unit.device)
             for each in replica
         ]
         peers = [peer for peer in self._peers() if peer in replica]
         self._transfer(
-            {peer: unit.held for peer in peers if peer in ranks},
+            {peer: sent for peer in peers if peer in ranks},
             {peer: columns[peer - replica.start] for peer in peers if wanted},
         )
         if wanted:
@@ -218,7 +220,10 @@ class UnitExchange:
         rank = self._world.rank
         packed = [_pack(unit, layout, rows) for layout in layouts]
         rows.clear()
-        received = {peer: unit.held.new_empty(len(nodes.nodes[peer]), layouts[rank].nbytes) for peer in self._peers()}
+        received = {
+            peer: torch.empty(len(nodes.nodes[peer]), layouts[rank].nbytes, dtype=torch.uint8, device=unit.device)
+            for peer in self._peers()
+        }
         self._transfer({peer: packed[peer] for peer in self._peers()}, received)
         received[rank] = packed[rank]
         values: dict[Node, list[Tensor]] = {}
@@ -234,7 +239,8 @@ class UnitExchange:
 
     def _transfer(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         group, device = self._world.group, self._world.device
-        assert group is not None
+        if group is None:
+            return  # one rank
         # Where tensors are on a GPU and travel from the CPU, copies of them do: one for all peers that get the same.
         copies = {id(tensor): tensor.to(device) for tensor in sends.values()}
         goes = {peer: copies[id(tensor)] for peer, tensor in sends.items() if tensor.numel()}

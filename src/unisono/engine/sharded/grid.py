@@ -20,6 +20,8 @@ class ShardGrid:
     ranks: int
     replicas: int = 1
     """How many times the weights are there; it divides the number of ranks."""
+    stays_apart: bool = False
+    """True if weights come together for a moment alone, also on a rank that has all of them."""
 
     def __post_init__(self) -> None:
         """Check the numbers, which callers have checked with better messages."""
@@ -33,7 +35,7 @@ class ShardGrid:
     @property
     def keeps_weights(self) -> bool:
         """True if each rank keeps all weights, so that only gradients and the optimizer's state are divided."""
-        return self.shards == 1
+        return self.shards == 1 and not self.stays_apart
 
     @property
     def replica(self) -> range:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.engine.norm import in_memory_order
+from unisono.engine.optimizer_placement import placed
 from unisono.engine.sharded.unit import ShardedUnit
 from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
@@ -101,14 +102,12 @@ class OptimizerShards:
     def take(self) -> None:
         """Take this rank's part of the state from the user's optimizer, which is whole."""
         self._build()
-        self.sharded.state.clear()
-        self.sharded.forget()
-        for piece, place in zip(self.sharded.pieces, self.sharded.places, strict=True):
+        states = []
+        for piece in self.sharded.pieces:
             p = self._parameters[piece.parameter]
-            if state := self._optimizer.state.get(p):
-                self.sharded.state[place] = {
-                    key: _part(value, p, piece, self._strides[id(p)]) for key, value in state.items()
-                }
+            whole = self._optimizer.state.get(p, {})
+            states.append({key: _part(value, p, piece, self._strides[id(p)]) for key, value in whole.items()})
+        self.load(states)
 
     def pieces(self) -> list[OptimizerPiece]:
         """Return this rank's pieces, with the state that they have."""
@@ -122,12 +121,20 @@ class OptimizerShards:
         return found
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
-        """Replace the state of this rank's pieces, in the order of `pieces`. An empty one stands for none."""
+        """Replace the state of this rank's pieces, in the order of `pieces`. An empty one stands for none.
+
+        Tensors may be on any device.
+        """
         self.sharded.state.clear()
         self.sharded.forget()
-        self.sharded.state.update(
-            {place: state for place, state in zip(self.sharded.places, states, strict=True) if state}
-        )
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        for piece, place, state in zip(self.sharded.pieces, self.sharded.places, states, strict=True):
+            if state:
+                group = groups[id(self._parameters[piece.parameter])]
+                self.sharded.state[place] = {
+                    key: placed(key, value, place, group) if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                }
 
     def clear(self) -> None:
         """Drop the state in the user's optimizer."""

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from unisono.collectives.world import World
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.base import Preparation, Trained
+from unisono.engine.host_tree_all_reduce import GroupAllReduce, group_all_reduce
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.node_sums import Gradients, take
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, global_norm
@@ -30,7 +31,7 @@ from unisono.engine.shared.step_metadata import note, unscale
 from unisono.engine.sparse_tables import split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, Totals, as_tensor, sent_to, totals_of
-from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
+from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.errors import UnisonoError
 from unisono.machine import give_memory_back
 
@@ -101,7 +102,7 @@ class ShardedEngine(GradientAccumulation):
         """The sums of this rank's pieces, by the number of the unit and of the piece in it."""
         self._used_by_all: set[int] = set()
         self._found_inf: Tensor | None = None
-        self._totals_sum: TreeAllReduce
+        self._totals_sum: GroupAllReduce
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`. The model is divided already."""
@@ -223,8 +224,9 @@ class ShardedEngine(GradientAccumulation):
             ]
             for unit, members in zip(self._division.units, self._members, strict=True)
         ]
-        self._totals_sum = TreeAllReduce(
+        self._totals_sum = group_all_reduce(
             self._world,
+            None,
             COUNT + len(trained.parameters),
             widest=self._layouts.widest,
             dtype=torch.float32,
@@ -239,7 +241,7 @@ class ShardedEngine(GradientAccumulation):
         self._totals_of, self._gradients = [], {}
         for u, (unit, layouts) in enumerate(zip(self._division.units, self._layouts_of, strict=True)):
             own = layouts[self._rank]
-            self._totals_of.append(total := own.allocate(device=unit.device))
+            self._totals_of.append(total := unit.kept_bytes(own.nbytes))
             sums = {piece.parameter: vector for piece, vector in zip(own.pieces, own.views(total), strict=True)}
             for k, (piece, place) in enumerate(zip(unit.pieces, unit.places, strict=True)):
                 if piece.parameter in sums:

@@ -84,6 +84,8 @@ class ShardedUnit:
         name: The name of the block that computes with them; "" for those of no block.
         parameters: The parameters by name. They are dense, and each has memory of its own.
         grid: This rank's place.
+        device: Where the parameters are to be while they are together; None: where they are.
+        on_cpu: True to keep this rank's parts in memory of the CPU, which is pinned if the device is an NVIDIA GPU.
 
     >>> layer = torch.nn.Linear(300, 200)
     >>> unit = ShardedUnit("", dict(layer.named_parameters()), ShardGrid(rank=0, ranks=2))
@@ -99,18 +101,28 @@ class ShardedUnit:
     True
     """
 
-    def __init__(self, name: str, parameters: Mapping[str, Tensor], grid: ShardGrid) -> None:
+    def __init__(
+        self,
+        name: str,
+        parameters: Mapping[str, Tensor],
+        grid: ShardGrid,
+        *,
+        device: torch.device | None = None,
+        on_cpu: bool = False,
+    ) -> None:
         self.name, self.names, self.parameters = name, tuple(parameters), tuple(parameters.values())
         self._grid, self._rank = grid, grid.rank
-        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        """Where the parameters are, and what this rank keeps of them."""
+        own = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self.device = own if device is None else device
+        """Where the parameters are while they are together."""
+        self._on_cpu, self._pinned = on_cpu, on_cpu and self.device.type == "cuda"
         dtypes = [p.dtype for p in self.parameters]
         parts = partition([p.numel() for p in self.parameters], ranks=grid.ranks, unit=BLOCK)
         self.layouts = [PieceLayout(pieces, dtypes) for pieces in parts]
         """The part that each rank updates."""
         holders = (grid.rank,) if grid.keeps_weights else grid.holders(grid.rank)
         held_nbytes = sum(self.layouts[rank].nbytes for rank in holders)
-        self.held = torch.zeros(held_nbytes, dtype=torch.uint8, device=self.device)
+        self.held = self.kept_bytes(held_nbytes)
         """The parts that this rank keeps, as bytes. They have the weights, except while the run is whole everywhere."""
         self._parts_of_holders = dict(zip(holders, self._split(self.held, holders), strict=True))
         self.own = self._parts_of_holders[grid.rank]
@@ -124,7 +136,7 @@ class ShardedUnit:
         self.strides = [dense_strides(p) for p in self.parameters]
         """The strides of each parameter, and of its gradient."""
         self._whole = [
-            torch.empty_strided(p.shape, strides, dtype=p.dtype, device=p.device)
+            torch.empty_strided(p.shape, strides, dtype=p.dtype, device=self.device)
             for p, strides in zip(self.parameters, self.strides, strict=True)
         ]
         for whole in self._whole:
@@ -139,6 +151,11 @@ class ShardedUnit:
         """The versions of the parameters when they came apart."""
         self.is_together = True
         """True if the parameters have their values on this rank."""
+
+    def kept_bytes(self, nbytes: int) -> Tensor:
+        """Return memory for what this rank keeps, of zeros."""
+        where = torch.device("cpu") if self._on_cpu else self.device
+        return torch.zeros(nbytes, dtype=torch.uint8, device=where, pin_memory=self._pinned)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

@@ -110,6 +110,7 @@ def unscale(totals: Sequence[Tensor], scaler: torch.amp.GradScaler) -> Tensor:
 
 def note(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
     """Report an overflow to a scaler, which looks for it in an optimizer's gradients."""
-    messenger = torch.zeros((), dtype=torch.float32, device=found_inf.device)
+    scale = scaler._scale
+    messenger = torch.zeros((), dtype=torch.float32, device=found_inf.device if scale is None else scale.device)
     messenger.grad = torch.full_like(messenger, torch.inf if found_inf.item() else 0.0)
     scaler.unscale_(torch.optim.SGD([messenger], lr=0.0))

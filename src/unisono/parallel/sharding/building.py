@@ -9,7 +9,7 @@ brings its values together first. Afterwards, each rank gets the parts that it k
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,16 +24,18 @@ from unisono.arguments import function
 from unisono.collectives.world import World
 from unisono.engine.model_contents import plain_name
 from unisono.engine.norm import in_memory_order
-from unisono.engine.sharded import ShardedUnit, ShardGrid
+from unisono.engine.sharded import ShardedUnit
 from unisono.engine.shared.partition import Piece
 from unisono.engine.trainable import is_dense
 from unisono.errors import RankMismatchError
+from unisono.job.placement import own_placement
 from unisono.job.user_function import refuse_inside
 from unisono.machine import give_memory_back
+from unisono.parallel.device_names import choose_device
 from unisono.parallel.sharding.built_parts import BuiltParts, built_parts
 from unisono.parallel.sharding.parked_memory import NamedTensor, ParkedMemory, memory_of
 from unisono.parallel.sharding.shard import Shard
-from unisono.parallel.sharding.units import check_replicas, units_of
+from unisono.parallel.sharding.units import check_replicas, grid_of, units_of
 from unisono.text import a_type
 
 __all__ = ["build"]
@@ -61,7 +63,7 @@ _SHOWS_MEMORY = frozenset(
 """Methods of tensors that show memory to code that torch does not see."""
 
 
-def build(make_model: Callable[[], nn.Module], *, parallel: Shard) -> nn.Module:
+def build(make_model: Callable[[], nn.Module], *, parallel: Shard, device: str | torch.device = "auto") -> nn.Module:
     """Build a model of which each rank keeps a part, for `Trainer(parallel=...)`, without memory for the whole.
 
     Every rank must call it; it begins the job, as a Trainer does. The function runs as it is, on each rank, with the
@@ -69,6 +71,9 @@ def build(make_model: Callable[[], nn.Module], *, parallel: Shard) -> nn.Module:
     load_state_dict and models of transformers need no care. Afterwards each rank has its own part alone, so the
     parameters are NaN and cannot be written to until a Trainer is made, of the same `Shard`. With one rank, or where
     each rank keeps all weights, the model is whole.
+
+    The function builds on the CPU. Where ranks compute on GPUs, a rank's part goes there, parameter by parameter, or
+    stays in memory of the CPU with `Shard(offload=True)`; and no GPU ever has the whole.
 
     Memory of a rank: its part, the largest parameter, and some 50 MB; buffers are whole. Time: that of the function;
     all parameters are hashed on each rank, and sent once. A parameter that is read, or changed in part, some time after
@@ -78,13 +83,14 @@ def build(make_model: Callable[[], nn.Module], *, parallel: Shard) -> nn.Module:
     Args:
         make_model: Returns the model; it takes no arguments.
         parallel: How the Trainer is to divide the model.
+        device: Where the model is to compute; see `Trainer`.
 
     Returns:
         The model that the function returned.
 
     Raises:
         TypeError: An argument has the wrong type, or the function does not return a module.
-        ValueError: The model cannot be divided so: see `Trainer`.
+        ValueError: The model cannot be divided so: see `Trainer`. Or there is no such device.
         RankMismatchError: On all ranks, if ranks build different models.
         PeerError: Another rank has died or does not come in time.
     """
@@ -97,19 +103,19 @@ def build(make_model: Callable[[], nn.Module], *, parallel: Shard) -> nn.Module:
     function("make_model", make_model)
     if not isinstance(parallel, Shard):
         raise TypeError(f"parallel is {a_type(parallel)}; expected unisono.parallel.Shard(...)")
-    world = World.connect(torch.device("cpu"))
+    chosen = choose_device(device, (), local_rank=own_placement().local_rank)
+    world = World.connect(chosen)
     check_replicas(parallel, world.size)
-    grid = ShardGrid(
-        rank=world.rank, ranks=world.size, replicas=world.size if parallel.zero == 1 else parallel.replicas
-    )
+    grid = grid_of(parallel, chosen, rank=world.rank, ranks=world.size)
     if grid.keeps_weights:
-        return _checked(make_model())
+        return _checked(make_model()).to(chosen)
     parking = _Parking(world)
-    with parking.watching():
+    with parking.watching() if world.size > 1 else nullcontext():
         model = _checked(make_model())
     _check_memory(model)
+    on_cpu = parallel.offloads(chosen)
     units = [
-        ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid)
+        ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid, device=chosen, on_cpu=on_cpu)
         for name, own in units_of(parallel, model).members.items()
     ]
     _compare(world, model, parking.memory)
@@ -117,7 +123,9 @@ def build(make_model: Callable[[], nn.Module], *, parallel: Shard) -> nn.Module:
         for unit in units:
             _fill(unit, parking.memory)
             give_memory_back()
-    model.register_forward_pre_hook(BuiltParts(parallel, grid, units))
+        for module in model.modules():
+            module._buffers.update({name: b.to(chosen) for name, b in module._buffers.items() if b is not None})
+    model.register_forward_pre_hook(BuiltParts(parallel, grid, units, chosen))
     return model
 
 
@@ -255,8 +263,8 @@ def _check_memory(model: nn.Module) -> None:
         if memory is None or not tensor.numel():
             if name in named and tensor.device.type != "cpu":
                 raise ValueError(
-                    f"unisono.parallel.build works on CPU ranks alone so far, and {name!r} is on {tensor.device}: make "
-                    "the model without it, and give the Trainer parallel=Shard()"
+                    f"the function that is given to unisono.parallel.build has made {name!r} on {tensor.device}: build "
+                    "the model on the CPU, from where each rank's part of it goes to its device"
                 )
             continue
         if name in named and not is_dense(tensor):

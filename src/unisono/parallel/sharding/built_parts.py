@@ -31,10 +31,11 @@ class BuiltParts:
         shard: The settings with which the model was built.
         grid: This rank's place.
         units: The units, which are apart.
+        device: Where the model computes.
     """
 
-    def __init__(self, shard: Shard, grid: ShardGrid, units: Sequence[ShardedUnit]) -> None:
-        self.shard, self.grid, self.units = shard, grid, units
+    def __init__(self, shard: Shard, grid: ShardGrid, units: Sequence[ShardedUnit], device: torch.device) -> None:
+        self.shard, self.grid, self.units, self.device = shard, grid, units, device
         self._owner: ref[CallCheck] | None = None
 
     def owned_by(self, owner: CallCheck) -> None:
@@ -91,14 +92,15 @@ def copy_built(model: nn.Module, built: BuiltParts) -> nn.Module:
     units = []
     for unit in built.units:
         for p, strides in zip(unit.parameters, unit.strides, strict=True):
-            memory = torch.empty_strided(p.shape, strides, dtype=p.dtype)
+            memory = torch.empty_strided(p.shape, strides, dtype=p.dtype, device=built.device)
             memory.untyped_storage().resize_(0)
             copies[id(p)] = nn.Parameter(memory, requires_grad=p.requires_grad)
         own = {name: copies[id(p)] for name, p in zip(unit.names, unit.parameters, strict=True)}
-        units.append(copied := ShardedUnit(unit.name, own, built.grid))
+        on_cpu = built.shard.offloads(built.device)
+        units.append(copied := ShardedUnit(unit.name, own, built.grid, on_cpu=on_cpu))
         copied.held.copy_(unit.held)
         copied.divide()
-    return copy.deepcopy(model, {**copies, id(built): BuiltParts(built.shard, built.grid, units)})
+    return copy.deepcopy(model, {**copies, id(built): BuiltParts(built.shard, built.grid, units, built.device)})
 
 
 def _is_apart(parameter: Tensor, apart: Collection[int]) -> bool:

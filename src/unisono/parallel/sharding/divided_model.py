@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_leaves
 from unisono.collectives.world import World
 from unisono.engine.base import Trained
 from unisono.engine.model_contents import plain_name
-from unisono.engine.sharded import Division, ShardedUnit, ShardGrid
+from unisono.engine.sharded import Division, ShardedUnit
 from unisono.engine.trainable import sharing_obstacle
 from unisono.errors import LossError, UnisonoError
 from unisono.parallel.pipeline.blocks import calls_seen_by
 from unisono.parallel.sharding.built_parts import built_parts
 from unisono.parallel.sharding.parameter_uses import ParameterUses, Saved
 from unisono.parallel.sharding.shard import Shard
-from unisono.parallel.sharding.units import REST, units_of
+from unisono.parallel.sharding.units import REST, grid_of, units_of
 
 __all__ = ["TRAINER", "Caller", "DividedModel", "check_memory"]
 
@@ -82,7 +82,8 @@ class DividedModel:
         shard: The user's settings.
         model: The model.
         optimizers: The optimizers of the run.
-        world: The ranks, more than one.
+        world: The ranks.
+        device: Where the model computes.
         caller: What calls the model.
 
     Raises:
@@ -95,17 +96,21 @@ class DividedModel:
         model: nn.Module,
         optimizers: Sequence[Optimizer],
         world: World,
+        device: torch.device,
         *,
         caller: Caller = TRAINER,
     ) -> None:
-        self.model, self._shard, self._world, self._caller = model, shard, world, caller
+        self.model, self._shard, self._world, self._device, self._caller = model, shard, world, device, caller
         built = built_parts(model)
         if built is None:
             check_memory(model)
         blocks, unit_of, members = units_of(shard, model)
-        grid = ShardGrid(rank=world.rank, ranks=world.size, replicas=world.size if shard.zero == 1 else shard.replicas)
+        grid, on_cpu = grid_of(shard, device, rank=world.rank, ranks=world.size), shard.offloads(device)
         units = (
-            [ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid) for name, own in members.items()]
+            [
+                ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid, on_cpu=on_cpu)
+                for name, own in members.items()
+            ]
             if built is None
             else built.units
         )
@@ -141,7 +146,7 @@ class DividedModel:
 
     def copied(self, model: nn.Module) -> DividedModel:
         """Return a copy of the model as it is divided in the same way; no optimizer trains it."""
-        return DividedModel(self._shard, model, (), self._world, caller=self._caller)
+        return DividedModel(self._shard, model, (), self._world, self._device, caller=self._caller)
 
     def check_call(self) -> None:
         """Refuse a call of the model where its blocks cannot come together.

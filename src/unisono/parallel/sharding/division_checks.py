@@ -14,7 +14,7 @@ from unisono.parallel.sharding.divided_model import check_memory
 from unisono.parallel.sharding.shard import Shard
 from unisono.parallel.sharding.units import blocks_of, check_replicas
 
-__all__ = ["check_divisible", "check_optimizers", "refuse_compiled", "refuse_gpus"]
+__all__ = ["check_divisible", "check_optimizers", "refuse_compiled"]
 
 
 def refuse_compiled(caller: str) -> ValueError:
@@ -27,19 +27,6 @@ def refuse_compiled(caller: str) -> ValueError:
         f"{caller} brings the parameters of blocks together when they are called, and torch.compile has made one "
         "program of the whole model: compile the blocks instead, such as model.layers[0].compile()"
     )
-
-
-def refuse_gpus(caller: str, model: nn.Module, remedy: str) -> None:
-    """Raise ValueError for a model on GPUs, where `caller` has not been tried.
-
-    Args:
-        caller: What divides it, as the user writes it.
-        model: The model.
-        remedy: What to do instead.
-    """
-    found = next((p.device for p in model.parameters() if p.device.type != "cpu"), None)
-    if found is not None:
-        raise ValueError(f"{caller} works on CPU ranks alone so far, and the model is on {found}: {remedy}")
 
 
 def check_divisible(
@@ -59,14 +46,30 @@ def check_divisible(
         ValueError: An optimizer, or the memory of a parameter, cannot be divided, the model is placed, the ranks cannot
             be divided into replicas, or a name is not that of a block.
     """
+    optimizers = [*optimizers]
     refuse_placed(model, f"{caller} divides the parameters of a model over ranks")
     check_optimizers(optimizers, argument=argument)
+    if shard.offload:
+        _check_on_cpu(optimizers)
     blocks_of(shard, model)
     if built_parts(model) is None:
         check_memory(model)
-    else:
-        refuse_gpus("unisono.parallel.build", model, 'make the model without it, or train on device="cpu"')
     check_replicas(shard, ranks)
+
+
+def _check_on_cpu(optimizers: Iterable[Optimizer]) -> None:
+    """Check that optimizers can update parameters in memory of the CPU.
+
+    Raises:
+        ValueError: There is one that cannot.
+    """
+    for optimizer in optimizers:
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            raise ValueError(
+                f"{type(optimizer).__name__}(capturable=True) updates on a GPU alone, and with Shard(offload=True) "
+                "parameters are updated in memory of the CPU: leave out capturable=True, and take fused=True, which is "
+                "fast there"
+            )
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], *, argument: str) -> None:

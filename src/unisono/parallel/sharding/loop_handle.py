@@ -23,6 +23,7 @@ from unisono.parallel.sharding.loop_guards import LoopGuards
 from unisono.parallel.sharding.loop_parts import PartLoading, own_part
 from unisono.parallel.sharding.loop_setup import LoopArguments
 from unisono.parallel.sharding.loop_step import LoopSteps
+from unisono.parallel.sharding.units import is_divided
 from unisono.parallel.state_parts import load_on_all, refuse_single_part
 from unisono.text import a_type
 
@@ -56,7 +57,11 @@ class Sharded(ModelHandle):
     def __init__(self, model: nn.Module, arguments: LoopArguments, world: World) -> None:
         self._model, self._optimizers, self._world = model, arguments.optimizers, world
         optimizers = [*self._optimizers.values()]
-        divided = DividedModel(arguments.parallel, model, optimizers, world, caller=_CALLER) if world.size > 1 else None
+        device = next(p.device for p in model.parameters())
+        is_apart = is_divided(arguments.parallel, device, ranks=world.size)
+        divided = (
+            DividedModel(arguments.parallel, model, optimizers, world, device, caller=_CALLER) if is_apart else None
+        )
         self._division = None if divided is None else divided.division
         self._steps = LoopSteps(model, self._optimizers, arguments.scaler, divided, world)
         self._phase: _Phase | Literal["between steps"] = "between steps"

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from unisono.engine.model_contents import member_name, plain_name
 from unisono.engine.norm import dense_strides, in_memory_order
+from unisono.engine.optimizer_placement import placed
 from unisono.engine.sharded import Division
 from unisono.errors import CheckpointError
 from unisono.parallel.state_parts import PartHeads
@@ -233,10 +234,14 @@ class PartLoading:
         parameters = _named(self._model)
         for optimizer in self._optimizers.values():
             optimizer.state.clear()
-            of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
             for name, (own,) in self._states.items():
-                if own.state and id(parameters[name]) in of_optimizer:
-                    optimizer.state[parameters[name]] = own.state
+                p = parameters[name]
+                if own.state and id(p) in groups:
+                    optimizer.state[p] = {
+                        key: placed(key, value, p, groups[id(p)]) if isinstance(value, Tensor) else value
+                        for key, value in own.state.items()
+                    }
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
@@ -334,7 +339,7 @@ def _state_places(
         if id(p) in trained:
 
             def allocate_whole(dtype: torch.dtype, p: Tensor = p) -> tuple[Tensor, Tensor]:
-                whole = torch.empty_strided(p.shape, dense_strides(p), dtype=dtype)
+                whole = torch.empty_strided(p.shape, dense_strides(p), dtype=dtype, device=p.device)
                 return whole, _vector(whole)
 
             places[name] = [_StateOfPiece(0, p.numel(), {}, allocate_whole)]

@@ -19,7 +19,7 @@ from unisono.errors import RankMismatchError
 from unisono.mismatch import Document
 from unisono.parallel.remote_module import refuse_remote
 from unisono.parallel.sharding.built_parts import built_parts
-from unisono.parallel.sharding.division_checks import check_divisible, refuse_compiled, refuse_gpus
+from unisono.parallel.sharding.division_checks import check_divisible, refuse_compiled
 from unisono.parallel.sharding.shard import Shard
 from unisono.parallel.wrappers import is_distributed, wrapper_of
 from unisono.state.digest import digest
@@ -75,13 +75,15 @@ def _check_scaler(scaler: Any, model: nn.Module) -> GradScaler | None:
     """Return a scaler if it is to be used."""
     if scaler is None:
         return None
+    place = next((p.device.type for p in model.parameters()), "cpu")
     if not isinstance(scaler, GradScaler):
-        raise TypeError(f'scaler is {a_type(scaler)}; expected torch.amp.GradScaler("cpu")')
+        raise TypeError(f'scaler is {a_type(scaler)}; expected torch.amp.GradScaler("{place}")')
     if not scaler.is_enabled():
         return None
-    if scaler._device != "cpu":
+    if scaler._device != place:
+        where = "the CPU" if place == "cpu" else place
         raise ValueError(
-            f'scaler is for {scaler._device}, and the model is on the CPU: make it by torch.amp.GradScaler("cpu")'
+            f'scaler is for {scaler._device}, and the model is on {where}: make it by torch.amp.GradScaler("{place}")'
         )
     for name, p in model.named_parameters():
         if p.dtype == torch.float16 or p.is_complex():
@@ -137,7 +139,6 @@ def check_loop(model: Any, optimizer: Any, parallel: Any, scaler: Any, *, ranks:
                 f"parameter {name!r} has a gradient hook of replicate(), a Trainer or another {_CALLER}, which sums "
                 "its gradients already: use one of them for a model"
             )
-    refuse_gpus(_CALLER, model, "train it with a Trainer and parallel=Shard(), which divides models on GPUs, too")
     check_divisible(settings, model, optimizers.values(), ranks, caller=_CALLER, argument=_CALLER)
     built = built_parts(model)
     if built is not None:

@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 from unisono.collectives.world import World
 from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, Preparation, Totals, Trained, check_trained
 from unisono.engine.consistency import GroupConsistencyCheck, NoConsistencyCheck
+from unisono.engine.host_tree_all_reduce import group_all_reduce
 from unisono.engine.joint_optimizer import JointOptimizer, parts_of, trained_by
 from unisono.engine.local import LocalEngine
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.step_fingerprint import StepFingerprint, intent_of_call
 from unisono.engine.step_transaction import STEP_UNDONE, StepTransaction
-from unisono.engine.tree_all_reduce import TreeAllReduce
 from unisono.errors import LossError, NonFiniteLossError, UnisonoError
 from unisono.job.current import confirm_group
 from unisono.parallel.sharding.divided_model import DividedModel
@@ -68,7 +68,7 @@ class LoopSteps:
         model: The model.
         optimizers: Its optimizers by name.
         scaler: What scales losses; None: nothing does.
-        divided: The model as it is divided; None with one rank.
+        divided: The model as it is divided; None if this rank has all of it.
         world: The ranks.
     """
 
@@ -90,7 +90,7 @@ class LoopSteps:
             self.comparison = NoConsistencyCheck()
             self._make_engine = partial(LocalEngine, modules=[model], resumes=True)
         else:
-            self.comparison = GroupConsistencyCheck(world)
+            self.comparison = NoConsistencyCheck() if world.size == 1 else GroupConsistencyCheck(world)
             self._make_engine = ShardedEngineFactory(
                 world, [model], divided.division, self.comparison, virtual_ranks=world.size, overlap=True
             ).engine
@@ -101,12 +101,12 @@ class LoopSteps:
         self._buffers = BufferTransaction(
             {"": model},
             world,
-            partial(TreeAllReduce, world),
+            partial(group_all_reduce, world, None),
             virtual_ranks=world.size,
             parameters_move=divided is not None and not divided.division.grid.keeps_weights,
         )
         if scaler is not None:  # a rank without a loss scales none, but must unscale like the others
-            scaler.scale(torch.zeros(()))
+            scaler.scale(torch.zeros((), device=next(model.parameters()).device))
         self._transaction = StepTransaction()
         self._trainable: tuple[Tensor, ...] = ()
         """The parameters of all optimizers that require a gradient."""

@@ -37,12 +37,12 @@ def shard(
     Memory and traffic: as with a Trainer of one share for each rank; see `Shard`.
 
     Args:
-        model: The model, on the CPU. A `Trainer` or another `shard` must not have it.
+        model: The model, on the device where this rank computes. A `Trainer` or another `shard` must not have it.
         optimizer: Its optimizer, which treats each element of a parameter alone. It may have state, equal on all ranks.
             Several are given as a dict by name, without a parameter in common; a step updates all of them or one.
         parallel: How to divide. None: as the model was built by `build`; for another model, `Shard()`.
-        scaler: Scales losses, so that small float16 gradients do not vanish: torch.amp.GradScaler("cpu"). Its methods
-            are called where they are needed.
+        scaler: Scales losses, so that small float16 gradients do not vanish: torch.amp.GradScaler("cuda"),
+            or "cpu" for a model there. Its methods are called where they are needed.
 
     Returns:
         The handle with which the loop trains.
@@ -54,7 +54,8 @@ def shard(
         PeerError: Another rank raised a TypeError or ValueError, has died or does not come in time.
     """
     refuse_inside("unisono.parallel.shard")
-    world = World.connect(torch.device("cpu"))
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    world = World.connect(torch.device("cpu") if first is None else first.device)
 
     def check() -> LoopArguments:
         return check_loop(model, optimizer, parallel, scaler, ranks=world.size)

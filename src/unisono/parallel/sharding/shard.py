@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from unisono.arguments import whole
+import torch
+
+from unisono.arguments import flag, whole
 from unisono.text import a_type
 
 __all__ = ["Shard"]
@@ -17,7 +19,8 @@ class Shard:
     """Divides a model over ranks, for `Trainer(parallel=...)`, with the bits of one process.
 
     Each rank keeps a part of all parameters, and of the optimizer's state, and gets the sum of the gradients for that
-    part alone. The parameters of a block come together while it computes. With one rank, the model stays whole.
+    part alone. The parameters of a block come together while it computes. With one rank, the model stays whole, unless
+    `offload` keeps it in memory of the CPU.
 
     >>> Shard(by=["layers.0", "layers.1"]).by
     ('layers.0', 'layers.1')
@@ -38,6 +41,10 @@ class Shard:
             Rajbhandari et al., "ZeRO", 2020.)
         replicas: How many times the weights are there: ranks = replicas x the ranks that each replica is divided over,
             which follow each other. The optimizer's state is there once in any case.
+        offload: Keep each rank's parts in memory of the CPU, and update them there, where models compute on GPUs: a GPU
+            has the parameters and gradients of the blocks that compute, and activations. With zero=1 a GPU has all
+            weights, and the CPU the summed gradients and the optimizer's state. It also works with one rank. Bits are
+            those of one rank with offload. On the CPU it changes nothing.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -48,6 +55,7 @@ class Shard:
     unit_bytes: int | None = None
     zero: Literal[1, 3] = 3
     replicas: int = 1
+    offload: bool = False
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -60,6 +68,7 @@ class Shard:
                     "named: leave it out"
                 )
         whole("replicas", self.replicas, least=1, meant="a whole number, such as 2")
+        flag("offload", self.offload)
         if whole("zero", self.zero) not in (1, 3):
             raise ValueError(
                 f"zero={self.zero} must be 3, which divides weights, gradients and the optimizer's state, or 1, which "
@@ -96,6 +105,10 @@ class Shard:
                 'by=[] names no block, so that the whole model would be together in each step: give "block", or names'
             )
         object.__setattr__(self, "by", tuple(by))
+
+    def offloads(self, device: torch.device) -> bool:
+        """Return True if the parts of a model that computes on a device are kept in memory of the CPU."""
+        return self.offload and device.type != "cpu"
 
     @property
     def names(self) -> tuple[str, ...] | None:

@@ -6,8 +6,10 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from unisono.engine.sharded import ShardGrid
 from unisono.parallel.pipeline.blocks import is_called
 from unisono.parallel.sharding.shard import Shard
 
@@ -18,6 +20,8 @@ __all__ = [
     "check_replicas",
     "choose_blocks",
     "find_named",
+    "grid_of",
+    "is_divided",
     "join_small",
     "members_of",
     "members_of_size",
@@ -227,6 +231,28 @@ def units_of(shard: Shard, model: nn.Module) -> Units:
     for name, own in of_blocks.items():
         members.setdefault(unit_of[name], {}).update(own)
     return Units({name: block for name, block in blocks.items() if name in of_blocks}, unit_of, members)
+
+
+def grid_of(shard: Shard, device: torch.device, *, rank: int, ranks: int) -> ShardGrid:
+    """Return the place of a rank.
+
+    Args:
+        shard: The user's settings.
+        device: The device on which the model computes.
+        rank: The rank.
+        ranks: The number of ranks, which can be divided into replicas.
+
+    >>> grid_of(Shard(offload=True), torch.device("cuda"), rank=0, ranks=1).keeps_weights
+    False
+    """
+    replicas = ranks if shard.zero == 1 else min(shard.replicas, ranks)
+    stays_apart = shard.zero != 1 and shard.offloads(device)
+    return ShardGrid(rank=rank, ranks=ranks, replicas=replicas, stays_apart=stays_apart)
+
+
+def is_divided(shard: Shard, device: torch.device, *, ranks: int) -> bool:
+    """Return True if a model that computes on a device is divided, which is so on one rank for `offload` alone."""
+    return ranks > 1 or shard.offloads(device)
 
 
 def check_replicas(shard: Shard, ranks: int) -> None:
