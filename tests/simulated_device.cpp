@@ -337,9 +337,10 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (!device) {
     device = c10::Device(kSim, current_device);
   }
-  // Indices may be on the CPU, as with CUDA.
+  // Tensors in brackets may be on the CPU, as with CUDA.
   const auto& name = schema.name();
-  bool mixes = name == "aten::_to_copy" || name.find("index") != std::string::npos;
+  bool mixes = name == "aten::_to_copy" || name == "aten::index" || name == "aten::_index_put_impl_" ||
+      name == "aten::index_put_" || name == "aten::index_put";
   TORCH_CHECK(
       elsewhere == nullptr || mixes, "Expected all tensors to be on the same device, but ", name, " got tensors on ",
       device->str(), " and on ", elsewhere ? elsewhere : "");

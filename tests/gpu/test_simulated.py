@@ -6,6 +6,7 @@ not what a stream's delays or NCCL do.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -147,6 +148,22 @@ def test_a_run_goes_on_with_other_parts(on_device, tmp_path, undisturbed, parts)
     assert on_device(ranks, program, tmp_path, how) == [undisturbed.replace("from 0", f"from {begun}")]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "name", "stages", "schedule"),
+    [
+        (4, "residual", "blocks.1,blocks.3,head", "zero-bubble"),
+        (2, "language_model", "layers.1,layers.2,norm", "interleaved"),
+    ],
+)
+def test_stages_in_a_loop_of_ones_own(fork_ranks, simulated_device, alone, ranks, name, stages, schedule):
+    program = LOOPS / "cut_own_loop.py"
+    losses, results, digest = json.loads(alone(program, name, stages, "1f1b")[-1])
+    command = [ON_DEVICE, simulated_device, program, name, stages, schedule]
+    job = fork_ranks(ranks, *command, variables={"DEVICE": "sim:0"})
+    found = [json.loads(job.lines(rank)[-1]) for rank in range(ranks)]
+    assert found == [[losses, results if rank == ranks - 1 else None, digest] for rank in range(ranks)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("how", "most"),
@@ -171,7 +188,7 @@ def test_parts_on_the_device_are_those_of_the_rank(on_device):
 REFUSED = """
 import torch, unisono
 from torch import nn
-from unisono.parallel import Shard, build
+from unisono.parallel import Pipeline, Shard, build, cut
 
 def trainer(model, **options):
     optimizer = torch.optim.AdamW(model.parameters(), **options.pop("adam", {}))
@@ -187,6 +204,7 @@ for call in (
     lambda: build(lambda: small("sim:0"), parallel=shard),
     lambda: build(small, parallel=shard, device="sim:7"),
     lambda: Shard(offload="yes"),
+    lambda: cut(nn.Sequential(small(), small("sim:0")), Pipeline(stages=["1"])),
 ):
     try:
         call()
@@ -198,10 +216,11 @@ for call in (
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_cannot_be_is_refused(on_device, tmp_path, ranks):
     (script := tmp_path / "refused.py").write_text(REFUSED)
-    capturable, elsewhere, there, missing, flag = on_device(ranks, script)
+    capturable, elsewhere, there, missing, flag, several = on_device(ranks, script)
     assert "AdamW(capturable=True) updates on a GPU alone, and with Shard(offload=True)" in capturable
     assert "built by unisono.parallel.build for sim:0" in elsewhere
     assert "Trainer is to train on cpu" in elsewhere
     assert "has made 'weight' on sim:0: build the model on the CPU" in there
     assert "sim:7" in missing
     assert flag.startswith("TypeError: offload='yes'")
+    assert "'1.weight' is on sim:0 and '0.weight' on cpu, and cut() takes a model on one device" in several

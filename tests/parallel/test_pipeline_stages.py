@@ -70,7 +70,7 @@ def test_bad_input_is_refused():
         unisono.parallel.cut(model, ["1"])
     with pytest.raises(ValueError, match=r"'2', which is not a submodule of the model"):
         unisono.parallel.cut(model, unisono.parallel.Pipeline(stages=["2"]))
-    with pytest.raises(ValueError, match=r"'0.weight' is on meta, and cut\(\) takes a model in the memory of the CPU"):
+    with pytest.raises(ValueError, match=r"'0.weight' is on the meta device, without values"):
         unisono.parallel.cut(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)), pipeline)
     stages = unisono.parallel.cut(model, pipeline)
     with pytest.raises(TypeError, match=r"returned a tensor of shape \[3, 2\]: return the loss of the micro-batch"):

@@ -212,7 +212,7 @@ class World:
         GPU.
 
         Args:
-            tensor: A contiguous tensor on the CPU.
+            tensor: A contiguous tensor.
             source: The rank whose values all get.
         """
         if self.group is None or not tensor.numel():

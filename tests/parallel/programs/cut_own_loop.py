@@ -24,7 +24,8 @@ make, function, shape = {
     "residual": (pipeline_models.Residual, pipeline_models.square, (4, 6, 6)),
     "language_model": (pipeline_models.LanguageModel, pipeline_models.next_token, None),
 }[name]
-model = make()
+device = os.environ.get("DEVICE", "cpu")
+model = make().to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 places = int(stages[1:]) if stages.startswith("n") else stages.split(",")
 cut = unisono.parallel.cut(model, unisono.parallel.Pipeline(stages=places, schedule=schedule))
@@ -32,6 +33,7 @@ sizes = [4, 4, 3, 4, 3]
 found = []
 for step in range(3):
     micro_batches = [torch.randn(size, *shape) if shape else torch.randint(0, 30, (size, 8)) for size in sizes]
+    micro_batches = [each.to(device) for each in micro_batches]
     found.append(cut.backward(lambda model, x: function(model, x) / len(sizes), micro_batches, seed=step))
     found.append(cut.clip_grad_norm_(0.1))
     optimizer.step()

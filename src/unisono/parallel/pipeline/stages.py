@@ -38,13 +38,13 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
     methods do the same.
 
     Args:
-        model: The model, equal on all ranks and in the memory of the CPU.
+        model: The model, equal on all ranks and on the device where this rank computes.
         pipeline: Where stages begin, and the schedule. There is one replica: as many ranks as it needs.
 
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: The ranks cannot be divided so, a name is not that of a submodule, `place` has placed the model, or
-            it is on a GPU.
+            it is on several devices or has no values.
     """
     if not isinstance(model, nn.Module) or not isinstance(pipeline, Pipeline):
         raise TypeError(
@@ -59,13 +59,17 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
             "use unisono.Trainer(parallel=...)"
         )
     find_blocks(model, pipeline.names or ())
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if tensor.device.type != "cpu":
+    named = [*itertools.chain(model.named_parameters(), model.named_buffers())]
+    device = named[0][1].device if named else torch.device("cpu")
+    for name, tensor in named:
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on the meta device, without values: give cut() a model that has them")
+        if tensor.device != device:
             raise ValueError(
-                f"{name!r} is on {tensor.device}, and cut() takes a model in the memory of the CPU: move it there, or "
-                "use unisono.Trainer(parallel=...), which moves the model to the device of each rank"
+                f"{name!r} is on {tensor.device} and {named[0][0]!r} on {device}, and cut() takes a model on one device "
+                "of each rank: move it there by model.to(...)"
             )
-    world = World.connect(torch.device("cpu"))
+    world = World.connect(device)
     size = pipeline.ranks_of_replica(world.size)
     if size != world.size:
         raise ValueError(
