@@ -66,8 +66,8 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
             raise ValueError(f"{name!r} is on the meta device, without values: give cut() a model that has them")
         if tensor.device != device:
             raise ValueError(
-                f"{name!r} is on {tensor.device} and {named[0][0]!r} on {device}, and cut() takes a model on one device "
-                "of each rank: move it there by model.to(...)"
+                f"{name!r} is on {tensor.device} and {named[0][0]!r} on {device}, and cut() takes a model on one "
+                "device of each rank: move it there by model.to(...)"
             )
     world = World.connect(device)
     size = pipeline.ranks_of_replica(world.size)
