@@ -1,6 +1,7 @@
 """Embedding tables whose cost per step is that of the rows looked up, not of the rows that there are."""
 
 from unisono.embedding.export import export_rows
+from unisono.embedding.imported_rows import import_rows
 from unisono.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, RowwiseAdam
 from unisono.embedding.serving import ServerCounts
 from unisono.embedding.table_optimizer import TableOptimizer
@@ -20,4 +21,5 @@ __all__ = [
     "Tables",
     "dense_parameters",
     "export_rows",
+    "import_rows",
 ]

@@ -74,6 +74,8 @@ class RowMap(LocatedRows):
 
         These are all ids of all ranks if rows may be given up, and otherwise all that have no row.
         """
+        self.is_trained = False
+        """True once there was an update, after which an optimizer may have state of this length."""
         self._numbers = [seed, 0, 0, 0]
         self._most = 0
         """More rows than that have never been taken."""
@@ -190,7 +192,7 @@ class RowMap(LocatedRows):
         Raises:
             TableFullError: There are not enough rows. Nothing has been changed.
         """
-        before = self.find(ids)
+        before, self.is_trained = self.find(ids), True
         if everyone is None:
             everyone, self.announced = self.announced, None
         if everyone is None:
@@ -223,32 +225,43 @@ class RowMap(LocatedRows):
         """Take back the last update of the map, once."""
         self._log.undo()  # the next search notices that, and makes the index anew
 
-    def _update(self, ids: Tensor, rows: Tensor) -> bool:
+    def admit(self, ids: Tensor) -> Tensor:
+        """Give each of some ids a row, however often it has been seen, and return the rows, [n]. It counts as no step.
+
+        Raises:
+            TableFullError: There are not enough rows. Nothing has been changed.
+        """
+        self._update(ids, self.find(ids), admits_all=True)
+        return self.find(ids)
+
+    def _update(self, ids: Tensor, rows: Tensor, *, admits_all: bool = False) -> bool:
         """Count a step, give rows up and take rows. Return True if the row of an id has changed.
 
         Args:
             ids: All ids of the update, which may be repeated.
             rows: Their rows.
+            admits_all: True to count no step, to let no id wait, and to give up no row.
         """
         log, numbers = self._log, [*self._numbers]
         log.clear()
         missing = ids[rows < 0]
         if self.seen is None and not len(missing):
             return False
-        numbers[_STEP] += 1
+        numbers[_STEP] += not admits_all
+        now = max(numbers[_STEP], 1)  # 0 stands for free rows
         new = admitted = torch.unique(missing)
         is_admitted = None
         if self.waiting is not None:
-            is_admitted = self.are_admitted(new)
+            is_admitted = torch.ones_like(new, dtype=torch.bool) if admits_all else self.are_admitted(new)
             admitted = new[is_admitted]
         wanted = len(admitted) + numbers[_COUNT] - len(self.ids)
         given_up = admitted[:0]
         if self.seen is not None:
             assert self.sightings is not None
-            known, step = rows[rows >= 0], admitted.new_tensor([numbers[_STEP]])
+            known, step = rows[rows >= 0], admitted.new_tensor([now])
             log.write(self.seen, known, step)
             log.write(self.sightings, known, self.sightings.index_select(0, known) + 1)
-            if wanted > 0 or self.policy.is_due(numbers[_STEP]):
+            if not admits_all and (wanted > 0 or self.policy.is_due(numbers[_STEP])):
                 given_up = self.policy.evicted(self.seen, self.sightings, step=numbers[_STEP], wanted=wanted)
         if wanted > len(given_up):
             log.undo()
@@ -265,7 +278,7 @@ class RowMap(LocatedRows):
         log.write(self.ids, taken, admitted)
         if self.seen is not None:
             assert self.sightings is not None
-            log.write(self.seen, taken, taken.new_tensor([numbers[_STEP]]))
+            log.write(self.seen, taken, taken.new_tensor([now]))
             log.write(self.sightings, taken, taken.new_ones(1))
         numbers[_COUNT] += len(admitted) - len(given_up)
         numbers[_EVICTED] += len(given_up)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unisono.arguments import choice, flag
 from unisono.collectives.world import World
+from unisono.embedding.imported_rows import refuse_lost_rows
 from unisono.embedding.lazy_rows import LazyRows
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.rows_ahead import RowsAhead
@@ -74,6 +75,7 @@ def share_tables(tables: Tables, *, engine: EngineKind = "auto") -> SharedTables
                 f"table {module.name!r} is on {module.weight.device}, and ranks keep shared rows in memory of the CPU: "
                 "leave the tables there"
             )
+    refuse_lost_rows(tables_in([tables]).values())
     return SharedTables(tables, engine)
 
 

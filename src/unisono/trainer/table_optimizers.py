@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.embedding.imported_rows import refuse_lost_rows
 from unisono.embedding.table_modules import BagTable, RowTable, match_length
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.tables import optimizer_of, tables_in
@@ -23,9 +24,11 @@ def with_tables(optimizers: dict[str, Optimizer], modules: Mapping[str, nn.Modul
     """Return the optimizers, and that of the embedding tables which none of them has, as "tables".
 
     Raises:
-        ValueError: An optimizer of torch has the weight of a table, or another one is named "tables".
+        ValueError: An optimizer of torch has the weight of a table, or another one is named "tables"; or values were
+            written where no lookup reads them.
     """
     tables = tables_in(modules.values())
+    refuse_lost_rows(tables.values())
     for each in optimizers.values():
         if isinstance(each, TableOptimizer):
             for group in each.param_groups:
