@@ -7,7 +7,7 @@ training goes through `engine`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ from unisono.collectives.polling_wait import PollingWait
 from unisono.collectives.serialization import serialize
 from unisono.errors import PeerError
 from unisono.job.current import confirm_group
+from unisono.job.default_group import make_subgroup
 from unisono.job.initialize import begin_job
 from unisono.job.placement import own_placement
 from unisono.job.ranks import local_rank, local_world_size, world_size
@@ -89,7 +90,7 @@ class World:
             local_rank=local_rank(),
             group=dist.group.WORLD,
             device=wire,
-            waiter=PollingWait(polls=wire.type == "cpu" and local_world_size() <= usable_cores()),
+            waiter=_waiter(wire),
         )
 
     def wait_for(self, peer: int) -> Wait:
@@ -100,6 +101,27 @@ class World:
         """
         assert self.group is not None
         return Wait("Trainer.step", self.group.group_name, self.size, 0, dist.get_global_rank(self.group, peer))
+
+    def on_cpu(self) -> World:
+        """Return the same ranks with tensors that travel from the CPU. Every rank must call it.
+
+        Returns:
+            This world if they can. Otherwise another one, with a group of its own over gloo.
+        """
+        cpu = torch.device("cpu")
+        if self.group is None or cpu in self.group._device_types:
+            return self if self.device == cpu else replace(self, device=cpu, waiter=_waiter(cpu))
+        timeout = self.group._get_backend(self.group._device_types[0]).options._timeout
+        group = make_subgroup(range(self.size), timeout=timeout, backend="gloo")
+        return replace(self, group=group, device=cpu, waiter=_waiter(cpu))
+
+    def new_group(self) -> dist.ProcessGroup:
+        """Make another group of all ranks, of the kind of this one. Every rank must call it."""
+        assert self.group is not None
+        backend = None if self.group is dist.group.WORLD else dist.get_backend(self.group)
+        made = make_subgroup(range(self.size), timeout=timedelta(seconds=self.timeout_s), backend=backend)
+        assert made is not None
+        return made
 
     def renew(self, other: World) -> None:
         """Become another world, for everybody who holds this one."""
@@ -223,6 +245,11 @@ class World:
         confirm_group()
         if sent is not buffer and self.rank != source:
             buffer.copy_(sent)
+
+
+def _waiter(wire: torch.device) -> PollingWait:
+    """Return what waits for transfers of tensors on a device."""
+    return PollingWait(polls=wire.type == "cpu" and local_world_size() <= usable_cores())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

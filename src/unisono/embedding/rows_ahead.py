@@ -102,7 +102,7 @@ class RowsAhead:
         for name, ids in lookups.items():
             table = self._table(name, source)
             check_ids(name, ids, rows=table.table.rows)
-            found.append((table, ids.detach().reshape(-1).to(torch.int64)))
+            found.append((table, ids.detach().reshape(-1).to(table.weight.device, torch.int64)))
         return found
 
     def end(self) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from unisono.embedding.table_file import TableFile
 from unisono.embedding.table_settings import Table
 from unisono.embedding.zero_memory import zero_memory
 from unisono.errors import UnisonoError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["BagTable", "RowTable", "match_length"]
 
@@ -57,8 +60,16 @@ class RowTable(nn.Embedding):
         if table.when_full == "grow" or table.is_lazy or file is not None or divided:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
+    @property
+    def stays_on_cpu(self) -> bool:
+        """True if the rows stay in memory of the CPU, or in a file, wherever the model is moved."""
+        return self.is_divided or self.file is not None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(_on_cpu(fn, self.weight) if self.stays_on_cpu else fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Return the rows of ids of any shape, [*input.shape, dim].
+        """Return the rows of ids of any shape, [*input.shape, dim], on the device of the ids.
 
         Raises:
             TypeError: The ids are not int32 or int64.
@@ -66,6 +77,8 @@ class RowTable(nn.Embedding):
         """
         if torch.compiler.is_compiling():
             return _look_up_eagerly(self, input)
+        if _is_elsewhere(self, input):
+            return self.forward(input.cpu()).to(input.device)
         if self.rows is None:
             check_ids(self.name, input, rows=self.num_embeddings)
             return look_up(self.weight, input, padding=self.padding_idx)
@@ -109,13 +122,21 @@ class BagTable(nn.EmbeddingBag):
         if table.when_full == "grow" or table.is_lazy or file is not None or divided:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
+    @property
+    def stays_on_cpu(self) -> bool:
+        """True if the rows stay in memory of the CPU, or in a file, wherever the model is moved."""
+        return self.is_divided or self.file is not None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(_on_cpu(fn, self.weight) if self.stays_on_cpu else fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
     def forward(
         self,
         input: Tensor,  # noqa: A002  torch's name
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Return the sum or mean of each bag, [bags, dim].
+        """Return the sum or mean of each bag, [bags, dim], on the device of the ids.
 
         Args:
             input: Ids, [bags, width], or [n] with offsets.
@@ -129,6 +150,9 @@ class BagTable(nn.EmbeddingBag):
         """
         if torch.compiler.is_compiling():
             return _look_up_eagerly(self, input, offsets, per_sample_weights)
+        if _is_elsewhere(self, input):
+            others = (None if each is None else each.cpu() for each in (offsets, per_sample_weights))
+            return self.forward(input.cpu(), *others).to(input.device)
         # The compiled function checks each id that it reads; what it refuses is checked again, for the message.
         is_checked = (
             per_sample_weights is None
@@ -178,6 +202,27 @@ class BagTable(nn.EmbeddingBag):
         begins = check_offsets(self.name, offsets, ids=len(ids), includes_last=self.include_last_offset)
         check_ids(self.name, ids, rows=rows, begins=begins)
         return Bags(ids, begins.to(ids.dtype), None)
+
+
+def _is_elsewhere(table: RowTable | BagTable, ids: Tensor) -> bool:
+    """Return True if ids are on another device than a table that stays on the CPU."""
+    return table.stays_on_cpu and isinstance(ids, Tensor) and ids.device != table.weight.device
+
+
+def _on_cpu(change: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return what is to be made of the tensors of a table that stays on the CPU where a module changes all of its own.
+
+    Args:
+        change: What is made of others, such as a move to a GPU. Of its result, the type alone then counts.
+        weight: The rows.
+    """
+    if change(weight.detach()[:0]).device.type in ("cpu", "meta"):
+        return change
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor.to(change(tensor.detach()[:0]).dtype)
+
+    return convert
 
 
 def _look_up_eagerly(table: nn.Module, *given: Any) -> Tensor:

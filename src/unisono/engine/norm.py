@@ -52,13 +52,16 @@ def blocks_of(vector: Tensor) -> Sequence[Tensor]:
 
 
 def block_norms(blocks: Sequence[Tensor]) -> Tensor:
-    """Return the norm of each block, float64 of shape [blocks]. Norms of low precision are computed in float32."""
+    """Return the norm of each block, float64 of shape [blocks]. Norms of low precision are computed in float32.
+
+    They are on the device of the first block, if blocks are on several.
+    """
     norms = torch.zeros(len(blocks), dtype=torch.float64, device=blocks[0].device if blocks else None)
-    for dtype in {b.dtype for b in blocks}:
-        chosen = [i for i, b in enumerate(blocks) if b.dtype == dtype]
+    for dtype, device in {(b.dtype, b.device) for b in blocks}:
+        chosen = [i for i, b in enumerate(blocks) if b.dtype == dtype and b.device == device]
         reals = [torch.view_as_real(blocks[i]) if dtype.is_complex else blocks[i] for i in chosen]
         wide = dtype.to_real() if dtype.to_real().itemsize >= 4 else torch.float32
-        norms[chosen] = torch.stack(torch._foreach_norm(reals, 2, wide)).double()
+        norms[chosen] = torch.stack(torch._foreach_norm(reals, 2, wide)).double().to(norms.device)
     return norms
 
 

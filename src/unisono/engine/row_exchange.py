@@ -11,11 +11,9 @@ through asks for that as well, and it is sent after the update (`engine.pushed_r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives.world import World
@@ -44,7 +42,7 @@ class RowExchange:
     and their rows; and some numbers for each pair of ranks in each round.
 
     Args:
-        world: The ranks. A rank that takes the place of another one has no group yet.
+        world: The ranks; tensors travel from the CPU. A rank that takes the place of another one has no group yet.
         tables: The tables, the same on all ranks.
         joint: True if each lookup of a step is a round, and not only those that need rows of others. Then ranks that
             look up equally often may wait for each other in other calls, too, as in a loop with DDP.
@@ -83,7 +81,7 @@ class RowExchange:
     def connect(self) -> None:
         """Make a process group for the ranks that there are now. Every one of these must call it."""
         self._is_open = False
-        self._rounds.connect(dist.new_group(timeout=timedelta(seconds=self._world.timeout_s)))
+        self._rounds.connect(self._world.new_group())
 
     def disconnect(self) -> None:
         """Release the process group."""

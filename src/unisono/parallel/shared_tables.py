@@ -73,7 +73,7 @@ def share_tables(tables: Tables, *, engine: EngineKind = "auto") -> SharedTables
         if module.weight.device.type != "cpu":
             raise ValueError(
                 f"table {module.name!r} is on {module.weight.device}, and ranks keep shared rows in memory of the CPU: "
-                "leave the tables there"
+                "leave the table there, or make it with divided=True, with which it stays there"
             )
     refuse_lost_rows(tables_in([tables]).values())
     return SharedTables(tables, engine)
@@ -83,7 +83,7 @@ class SharedTables:
     """Tables that all ranks train; `share_tables` makes it."""
 
     def __init__(self, tables: Tables, engine: EngineKind) -> None:
-        self._world = world = World.connect(torch.device("cpu"))
+        self._world = world = World.connect(torch.device("cpu")).on_cpu()
         self._modules = [*tables_in([tables]).values()]
         self._optimizer = optimizer = tables.optimizer
         named = {name: p for name, p in tables.named_parameters() if p.requires_grad}

@@ -110,7 +110,10 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     chosen = choose_device(settings.device, modules.values(), local_rank=own_placement().local_rank)
     check_built(modules, settings.parallel, chosen)
     check_placed(modules, chosen)
+    updates_on_cpu = any(module.stays_on_cpu for module in tables_in(modules.values()).values())
     if chosen.type == "cpu" or (isinstance(settings.parallel, Shard) and settings.parallel.offloads(chosen)):
+        updates_on_cpu = True
+    if updates_on_cpu:
         torch.set_num_threads(settings.threads)
     if chosen.type == "cpu":
         keep_freed_memory()
@@ -223,7 +226,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if in_files and world.group is not None and not base.shares:
         raise ValueError(
             f"{next(iter(in_files))[1]!r} is a table with directory=, whose file ranks share, and these share no "
-            f'weights (engine="{settings.engine}"). Give CPU ranks of one host engine="auto", or leave directory= out.'
+            f'weights (engine="{settings.engine}"). Make the tables with divided=True, or give CPU ranks of one host '
+            'engine="auto", or leave directory= out.'
         )
     base.workers = workers
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)

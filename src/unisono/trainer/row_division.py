@@ -62,10 +62,10 @@ def divide_tables(
     if not found or (world.group is None or engines.shares if position is None else not position.divides):
         return None
     name = found[0].name
-    if any(module.weight.device.type != "cpu" for module in found) or world.device.type != "cpu":
+    if found[0].keeps_twice and world.device.type != "cpu":
         raise ValueError(
-            f"table {name!r} has divided=True, and ranks keep their rows in memory of the CPU: give Trainer "
-            f'device="cpu", or leave divided=True out'
+            f"table {name!r} has copies=2, for ranks that are replaced alone, and a rank that dies among GPUs ends a "
+            "group of nccl: leave copies=2 out"
         )
     if len({module.keeps_twice for module in found}) > 1:
         raise ValueError("some divided tables of the Trainer have copies=2, and others have not: give all the same")
@@ -75,6 +75,7 @@ def divide_tables(
                 f"table {name!r} is divided over ranks (divided=True), and {what} looks at the whole state on single "
                 "ranks: leave one of the two out"
             )
+    world = world.on_cpu()
     if position is None:
         check_equal_rows(world, found, before="Trainer")
         shift = _shift(world) if found[0].keeps_twice else 0

@@ -51,7 +51,7 @@ class _Counted:
             return
         flat = ids.detach().reshape(-1)
         self.looked_up += len(flat)
-        some = flat[:: -(-len(flat) // self._most)].long()
+        some = flat[:: -(-len(flat) // self._most)].to(self.module.weight.device, torch.int64)
         if self._rows is not None:
             self.hits += int((self._rows.find(some) >= 0).sum())
         self.sample.append(some.cpu())

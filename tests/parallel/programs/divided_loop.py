@@ -2,7 +2,7 @@
 
 It begins with the state in FROM and leaves its own in TO; "-" is none. If KIND is "ddp", torch's DDP has the dense
 part; if it is "still", that is not trained, since its sums depend on what ranks are connected by. With FILES in the
-environment, tables are in files in that folder, and rows are read ahead.
+environment, tables are in files in that folder, and rows are read ahead. With DEVICE, the dense part is there.
 """
 
 import os
@@ -20,6 +20,7 @@ from unisono.embedding import SGD, Adam, RowwiseAdagrad, Table, Tables, export_r
 from unisono.parallel import replicate, share_tables
 from unisono.state.digest import digest
 
+device = os.environ.get("DEVICE", "cpu")
 engine, kind, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 start, end = (None if name == "-" else Path(name) for name in sys.argv[4:6])
 SIZES = {
@@ -50,10 +51,11 @@ def main():
     tables = Tables({"items": first, "users": second}, divided=True)
     torch.manual_seed(1)
     dense = nn.Linear(8, 3)
+    nn.ModuleList([dense, tables]).to(device)
     model = dense
     if size > 1:
         model = DistributedDataParallel(dense) if kind == "ddp" else dense
-        if model is dense:
+        if model is dense and kind != "still":
             replicate(dense)
     optimizer = torch.optim.SGD(dense.parameters(), lr=0.1 * (kind != "still"))
     shared = share_tables(tables, engine=engine)
@@ -68,7 +70,7 @@ def main():
     generator = torch.Generator().manual_seed(2)
     all_ids, all_labels = (torch.randint(0, most, (20, 64, 6), generator=generator) for most in (400, 3))
     for step in range(done, done + count):
-        ids, labels = (of_all[step].chunk(size)[rank] for of_all in (all_ids, all_labels))
+        ids, labels = (of_all[step].chunk(size)[rank].to(device) for of_all in (all_ids, all_labels))
         optimizer.zero_grad()
         tables.prefetch({"items": ids * 97 % 40_000})
         for some, targets in zip(ids.chunk(2), labels.chunk(2), strict=True):
@@ -79,7 +81,8 @@ def main():
         schedule.step()
         assert all(p.grad is None for p in tables.parameters())
     with shared.evaluation(), torch.no_grad():  # ranks look up differently often
-        values = [tables["users"](torch.arange(7 * i, 300).view(1, -1)).sum().item() for i in range(3 * (1 - rank))]
+        every = torch.arange(300, device=device)
+        values = [tables["users"](every[7 * i :].view(1, -1)).sum().item() for i in range(3 * (1 - rank))]
     if end is None:
         return
     end.mkdir(exist_ok=True)
@@ -90,7 +93,7 @@ def main():
     if size > 1:
         unisono.comm.barrier()
     if not rank:
-        saved = {"model": dense.state_dict(), "schedule": schedule.state_dict(), "done": done + count}
+        saved = {"model": dense.cpu().state_dict(), "schedule": schedule.state_dict(), "done": done + count}
         torch.save(saved, end / "dense")
         exported = [{k: torch.from_numpy(v) for k, v in np.load(end / f"{name}.npz").items()} for name in tables]
         rows = [digest(merged(end, table))[:16] for table in range(2)]
