@@ -115,8 +115,8 @@ def test_what_was_imported_or_loaded_is_not(form):
 @pytest.mark.parametrize(
     ("form", "ids", "values", "error", "says"),
     [
-        ("plain", [1, 10], 2, IndexError, "id 10 was looked up at sample 1"),
-        ("lazy", [-1, 2], 2, IndexError, "id -1 was looked up at sample 0"),
+        ("plain", [1, 10], 2, IndexError, "id 10 is at position 1"),
+        ("lazy", [-1, 2], 2, IndexError, "id -1 is at position 0"),
         ("dynamic", [4, 4, 1], 3, ValueError, "id 4 comes 2 times"),
         ("plain", [1], 2, ValueError, r"ids have the shape \[1\], and values \[2, 4\]"),
         ("plain", [1.0], 1, TypeError, "int32 or int64"),

@@ -12,7 +12,9 @@ __all__ = ["check_ids", "check_offsets"]
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def check_ids(name: str, ids: Tensor, *, rows: int | None, begins: Tensor | None = None) -> None:
+def check_ids(
+    name: str, ids: Tensor, *, rows: int | None, begins: Tensor | None = None, are_looked_up: bool = True
+) -> None:
     """Check ids of any shape. Takes one pass over them.
 
     Args:
@@ -20,6 +22,7 @@ def check_ids(name: str, ids: Tensor, *, rows: int | None, begins: Tensor | None
         ids: The ids.
         rows: The rows of the table; None: it is dynamic, and has any ids.
         begins: Where bags begin in ids of one dimension.
+        are_looked_up: False for a plain list of ids, in messages.
 
     Raises:
         TypeError: They are no tensor of integers.
@@ -40,10 +43,13 @@ def check_ids(name: str, ids: Tensor, *, rows: int | None, begins: Tensor | None
         where = f"position {place[0]}, in bag {int((begins <= place[0]).sum()) - 1}"
     elif not place:
         where = "the only position"
+    elif not are_looked_up:
+        where = f"position {', '.join(map(str, place))}"
     else:
         where = f"sample {place[0]}" + (f", position {', '.join(map(str, place[1:]))}" if place[1:] else "")
+    told = "was looked up" if are_looked_up else "is"
     raise IndexError(
-        f"table {name!r} has ids 0 to {rows - 1}, and id {wrong} was looked up at {where}. "
+        f"table {name!r} has ids 0 to {rows - 1}, and id {wrong} {told} at {where}. "
         + ("Ids cannot be negative." if wrong < 0 else "Make the table larger, or map such ids into its range.")
     )
 

@@ -43,7 +43,7 @@ def import_rows(table: nn.Module, ids: Tensor, values: Tensor) -> None:
     if not isinstance(table, RowTable | BagTable):
         raise TypeError(f"table is {a_type(table)}; give one of unisono.embedding.Tables, such as tables['item']")
     _check_own(table)
-    check_ids(table.name, ids, rows=table.table.rows)
+    check_ids(table.name, ids, rows=table.table.rows, are_looked_up=False)
     _check_values(table, ids, values)
     weight, rows = table.weight.detach(), table.rows
     ids = ids.to(weight.device, torch.int64)
