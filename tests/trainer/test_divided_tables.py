@@ -6,6 +6,8 @@ import pytest
 
 from tests.digests import digests
 from unisono.embedding import SGD, Table, Tables
+from unisono.report.comparison import compare_runs
+from unisono.watch import read_events
 
 PROGRAM = Path(__file__).parent / "programs" / "divided_tables.py"
 
@@ -57,6 +59,19 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(fork_ranks, fork_python, kind
     lines = fork_ranks(2, PROGRAM, f"{kind}saved", tmp_path / "parts", 9).lines()
     assert f"saved = {expected}" in "\n".join(lines)
     assert len([*(tmp_path / "parts" / "checkpoints").glob("step-*")]) == 3
+
+
+def test_weights_of_two_runs_are_compared_on_the_way(fork_ranks, fork_python, kind, tmp_path):
+    """Rank 0 reads the rows that others have."""
+    expected = digests(fork_python(PROGRAM, f"{kind}watched", tmp_path / "one"), least=1)
+    assert digests_of(fork_ranks(3, PROGRAM, f"{kind}watched", tmp_path / "three"), least=1) == expected
+    (pair,) = compare_runs([tmp_path / "one", tmp_path / "three"])["pairs"]
+    assert (pair["digests"], pair["digest_step"]) == (3, None)
+    found = [read_events(tmp_path / name / "events.jsonl") for name in ("one", "three")]
+    one, three = ([each["tensors"] for each in events if each["event"] == "digest"] for events in found)
+    assert one == three and len(one) == 3
+    names = ["bags.weight", "rare.rows.written", "rare.weight", "words.weight"] if not kind else ["words.rows.ids"]
+    assert all(one[0][name] != one[2][name] for name in names) and {*names} <= {*one[0]}
 
 
 def test_ranks_write_the_rows_that_have_changed(fork_ranks, fork_python, kind, tmp_path):

@@ -96,3 +96,24 @@ def test_ranks_die_at_random_places(run, tmp_path, seed):
 def test_copies_that_make_no_sense_are_refused(settings, why):
     with pytest.raises(ValueError, match=why):
         Tables({"item": Table(rows=9, dim=2, init_std=0.1, optimizer=SGD(lr=0.1))}, **settings)
+
+
+WATCHED = """
+import torch, unisono
+from torch import nn
+from unisono.embedding import SGD, Table, Tables
+
+tables = Tables({"words": Table(rows=9, dim=2, init_std=0.1, optimizer=SGD(lr=0.1))}, divided=True, copies=2)
+model = nn.Sequential(tables["words"], nn.Linear(2, 2))
+optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+try:
+    unisono.Trainer(model, optimizer, virtual_ranks=2, engine="collective", progress=False, digest_every=2)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_digests_between_steps_are_refused(fork_ranks, tmp_path):
+    (program := tmp_path / "watched.py").write_text(WATCHED)
+    (said,) = fork_ranks(2, program).lines(1)
+    assert said.startswith("digest_every=2 reads the rows of all ranks between two steps, and those of table 'words'")

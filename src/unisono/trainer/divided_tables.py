@@ -175,17 +175,30 @@ class DividedTables:
             self._transfer.serve()
         return self._world.broadcast_bytes(compute).decode()
 
+    def read_weights(self, read: Callable[[Mapping[str, Tensor | RowColumn]], None], *, call: str) -> None:
+        """Call a function on rank 0 with the tensors of the models, those that are divided in chunks.
+
+        Every rank must call it, and raises an error if that of rank 0 does.
+
+        Args:
+            read: The function.
+            call: What reads them, for messages.
+        """
+        with raised_on_all(self._world, call), self.tensors.serving():
+            if self._world.rank == 0:
+                read(_with(model_tensors(self._modules), self._stand_ins(self._transfer.column)))
+
     def export(self, path: Path) -> None:
         """Write the weights of the models into a safetensors file; see `Trainer.export`. Every rank must call it."""
-        with raised_on_all(self._world, "trainer.export"), self.tensors.serving():
-            if self._world.rank == 0:
-                tensors = model_tensors(self._modules)
-                found = _with(tensors, self._stand_ins(self._transfer.column))
-                columns = {
-                    name: each if isinstance(each, RowColumn) else RowColumn(each, partial(_only, exact(each, name)))
-                    for name, each in found.items()
-                }
-                write_rows(path, columns, tied_names(tensors))
+
+        def write(tensors: Mapping[str, Tensor | RowColumn]) -> None:
+            columns = {
+                name: each if isinstance(each, RowColumn) else RowColumn(each, partial(_only, exact(each, name)))
+                for name, each in tensors.items()
+            }
+            write_rows(path, columns, tied_names(model_tensors(self._modules)))
+
+        self.read_weights(write, call="trainer.export")
 
     def load(self, name: str, read: Callable[[int, int], Tensor] | None) -> None:
         """Replace the rows of a divided tensor of a model, of all ranks. Every rank must call it.

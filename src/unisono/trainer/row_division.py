@@ -69,12 +69,16 @@ def divide_tables(
         )
     if len({module.keeps_twice for module in found}) > 1:
         raise ValueError("some divided tables of the Trainer have copies=2, and others have not: give all the same")
-    for what, given in (("digest_every=", settings.digest_every), ("`unisono drill`", settings.drill)):
-        if given is not None:
-            raise ValueError(
-                f"table {name!r} is divided over ranks (divided=True), and {what} looks at the whole state on single "
-                "ranks: leave one of the two out"
-            )
+    if settings.drill is not None:
+        raise ValueError(
+            f"table {name!r} is divided over ranks (divided=True), and `unisono drill` looks at the whole state on "
+            "single ranks: leave divided=True out"
+        )
+    if settings.digest_every is not None and found[0].keeps_twice:
+        raise ValueError(
+            f"digest_every={settings.digest_every} reads the rows of all ranks between two steps, and those of table "
+            f"{name!r} are on two ranks (copies=2), of which one may be replaced meanwhile: leave one of the two out"
+        )
     world = world.on_cpu()
     if position is None:
         check_equal_rows(world, found, before="Trainer")

@@ -194,6 +194,11 @@ def saved():
     return {"saved": train(Adam(lr=0.1), steps=int(sys.argv[3]), directory=sys.argv[2]).digest()}
 
 
+def watched():
+    """A run whose weights are compared with another one's, after some steps and in mid-epoch."""
+    return {"watched": train(Adam(lr=0.1), directory=sys.argv[2], digest_every=2).digest()}
+
+
 def changes():
     """What ranks send for a checkpoint is what has changed since the last whole one, whoever has changed it."""
     directory, sent, original = Path(sys.argv[2]), [], dist.all_to_all_single
@@ -388,6 +393,7 @@ KINDS = {
     "clipped": clipped,
     "steps": steps,
     "saved": saved,
+    "watched": watched,
     "changes": changes,
     "traffic": traffic,
     "ahead": ahead,
