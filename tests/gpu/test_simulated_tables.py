@@ -10,6 +10,7 @@ from tests.gpu.conftest import ON_DEVICE
 
 TRAINER = Path(__file__).parents[1] / "trainer" / "programs"
 LOOP = Path(__file__).parents[1] / "parallel" / "programs" / "divided_loop.py"
+RANDOM = LOOP.with_name("random_table_loops.py")
 TABLES, DEATHS = TRAINER / "divided_tables.py", TRAINER / "kept_rows.py"
 
 
@@ -57,6 +58,15 @@ def test_a_loop_of_ones_own_has_them_too(first, fork_ranks, tmp_path, engine):
     """Its dense part is not trained, so that the device makes no difference."""
     on_cpu = fork_ranks(3, LOOP, engine, "still", 6, "-", tmp_path / "cpu", variables={"OMP_NUM_THREADS": "1"}).lines(0)
     assert first(3, LOOP, engine, "still", 6, "-", tmp_path / "device") == on_cpu and on_cpu[0].startswith("rows ")
+
+
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(200, 216))])
+def test_random_loops_have_the_bits_of_those_without_the_device(first, fork_ranks, tmp_path, seed):
+    n, folders = 2 + seed % 3, [tmp_path / name for name in ("cpu", "half", "device")]
+    job = fork_ranks(n, RANDOM, seed, "shared", 0, 8, "-", folders[0], variables={"OMP_NUM_THREADS": "1"})
+    first(n, RANDOM, seed, "collective", 0, 4, "-", folders[1], tmp_path)  # in files
+    found = first(n, RANDOM, seed, "collective", 4, 8, *folders[1:])
+    assert found[-1].startswith("state sha256: ") and found[-1] == job.lines(0)[-1]
 
 
 MEMORY = """

@@ -1,9 +1,10 @@
 """Train random tables in a loop of one's own: `random_table_loops.py SEED ENGINE FIRST LAST FROM TO [FILES]`.
 
 It makes the steps FIRST to LAST, begins with the state in FROM unless that is "-", leaves its own in TO, and prints the
-digest of that.
+digest of that. With DEVICE in the environment, what is looked up goes there.
 """
 
+import os
 import random
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from unisono.state.digest import digest
 seed, engine, first, last = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 start, end = Path(sys.argv[5]), Path(sys.argv[6])
 files = sys.argv[7] if len(sys.argv) > 7 else None
+device = os.environ.get("DEVICE", "cpu")
 unisono.init()
 rank = unisono.rank()
 
@@ -45,12 +47,13 @@ def settings(draw):
 def ids_for(table, draw, generator):
     """A few ids, or none."""
     ids = (torch.rand(draw.choice([0, 1, 5, 40]), 3, generator=generator) ** 2 * (table.rows or 500)).long()
+    ids = ids.to(device)
     return ids * 0x9E3779B97F4A7C1 - 77 if table.rows is None else ids.int() if draw.random() < 0.3 else ids
 
 
 def loss_of(table, ids):
     found = table(ids).double()
-    scaled = found * torch.arange(1, table.table.dim + 1)
+    scaled = found * torch.arange(1, table.table.dim + 1, device=device)
     return found.square().sum() if table.table.pooling is None else scaled.sum()
 
 
@@ -76,6 +79,7 @@ draw = random.Random(seed)
 settings_of = {name: settings(draw) for name in ("a", "b", "c")[: draw.randint(1, 3)]}
 torch.manual_seed(seed + draw.choice([0, rank]))  # first values are rank 0's
 tables = Tables({name: Table(**each) for name, each in settings_of.items()}, divided=True)
+tables.to(device)
 shared = share_tables(tables, engine=engine)
 if str(start) != "-":
     shared.load_state_dict(torch.load(path, mmap=True) for path in start.glob("*.pt"))
