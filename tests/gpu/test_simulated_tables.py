@@ -111,8 +111,8 @@ def test_tables_take_no_memory_of_the_device(first, tmp_path, ranks):
     peak, refused = first(ranks, program)
     assert int(re.fullmatch(r"peak (\d+)", peak)[1]) < 20_000
     assert refused == (
-        "refused: table 'words' is on sim:0, and ranks keep shared rows in memory of the CPU: leave the table there, "
-        "or make it with divided=True, with which it stays there"
+        "refused: table 'words' is on sim:0, and ranks keep shared rows in memory of the CPU: leave the table on the "
+        "CPU, or make it with divided=True, with which it stays there"
     )
 
 

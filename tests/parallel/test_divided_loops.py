@@ -97,3 +97,26 @@ def test_mistakes_are_told(fork_ranks):
 def test_a_rank_that_raises_in_an_evaluation_answers_the_others(fork_ranks):
     job = fork_ranks(2, MISTAKES, "raises", code=None, watched=False)
     assert job.codes == [0, 1] and "ValueError: of rank 1 alone" in job.err and "all 2 lookups" in job.out
+
+
+ENDS = """
+import time
+import torch, torch.distributed as dist
+import unisono
+from unisono.embedding import SGD, Table, Tables
+from unisono.parallel import share_tables
+
+dist.init_process_group("gloo")
+tables = Tables({"words": Table(rows=50, dim=2, init_std=0.1, optimizer=SGD(lr=0.1))}, divided=True)
+shared = share_tables(tables, engine="collective")
+tables.optimizer.register_step_post_hook(lambda *_: time.sleep(unisono.rank() > 0))
+tables["words"](torch.arange(20)).sum().backward()
+shared.step()
+print("through")
+"""
+
+
+def test_a_rank_may_end_before_others_have_left_the_last_step(fork_ranks, tmp_path):
+    (program := tmp_path / "ends.py").write_text(ENDS)
+    job = fork_ranks(3, program)
+    assert all(job.lines(rank)[-1] == "through" for rank in range(3))

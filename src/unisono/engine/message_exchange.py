@@ -76,6 +76,8 @@ class MessageExchange:
         self._waiter, self._tag = world.waiter, tag if world.size <= _FEW_RANKS else None
         self._seen = {rank: world.wait_for(rank) for rank in range(world.size) if rank != world.rank}
         self._expected: tuple[Tensor, list[tuple[Wait | None, dist.Work]]] | None = None
+        self._obstacle: RuntimeError | None = None
+        """Why another exchange is not possible."""
 
     def expect(self) -> None:
         """Begin to receive the messages of the next exchange. Local.
@@ -85,8 +87,13 @@ class MessageExchange:
         """
         if self._tag is not None and self._expected is None:
             got = torch.empty((self._size, self._head_nbytes + self._slot), dtype=torch.uint8)
-            works = [(seen, self._group.recv([got[rank]], rank, self._tag)) for rank, seen in self._seen.items()]
-            self._expected = got, [*works]
+            works: list[tuple[Wait | None, dist.Work]] = []
+            self._expected = got, works
+            try:
+                for rank, seen in self._seen.items():
+                    works.append((seen, self._group.recv([got[rank]], rank, self._tag)))
+            except RuntimeError as error:  # the rank may have ended after the last exchange that there is
+                self._obstacle = error
 
     def exchange(self, messages: Sequence[Tensor], notes: Sequence[int] = ()) -> tuple[list[list[int]], list[Tensor]]:
         """Send a message to each rank, and receive one of each. Every rank must call it; see `post` and `collect`."""
@@ -110,6 +117,8 @@ class MessageExchange:
                 place[head_nbytes : head_nbytes + length] = message[:slot]
         if self._tag is not None:
             self.expect()
+            if self._obstacle is not None:
+                raise self._obstacle
             assert self._expected is not None
             (got, works), self._expected = self._expected, None
             got[self._rank] = given[self._rank]

@@ -73,7 +73,7 @@ def share_tables(tables: Tables, *, engine: EngineKind = "auto") -> SharedTables
         if module.weight.device.type != "cpu":
             raise ValueError(
                 f"table {module.name!r} is on {module.weight.device}, and ranks keep shared rows in memory of the CPU: "
-                "leave the table there, or make it with divided=True, with which it stays there"
+                "leave the table on the CPU, or make it with divided=True, with which it stays there"
             )
     refuse_lost_rows(tables_in([tables]).values())
     return SharedTables(tables, engine)
