@@ -61,6 +61,11 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(fork_ranks, fork_python, kind
     assert len([*(tmp_path / "parts" / "checkpoints").glob("step-*")]) == 3
 
 
+def test_a_hook_of_one_rank_alone_sees_all_gradients(fork_ranks, fork_python, kind, tmp_path):
+    expected = digests(fork_python(PROGRAM, f"{kind}hooked"), least=2)
+    assert digests_of(fork_ranks(3, PROGRAM, f"{kind}hooked"), least=2) == expected
+
+
 def test_weights_of_two_runs_are_compared_on_the_way(fork_ranks, fork_python, kind, tmp_path):
     """Rank 0 reads the rows that others have."""
     expected = digests(fork_python(PROGRAM, f"{kind}watched", tmp_path / "one"), least=1)

@@ -166,7 +166,8 @@ class CollectiveEngine(GradientAccumulation):
             self._buckets[-1].waiting = 0
             self._launch_full_buckets()
         assert self._launched == len(self._buckets), "a leaf of this rank was not closed"
-        self._tables.post()
+        # A hook may be that of one rank alone, such as one that logs.
+        self._tables.post(wants_whole=is_hooked(self._optimizer, *parts_of(self._optimizer)))
 
     def finish(self) -> Totals:
         """Wait for the sums, and set p.grad to them; see `Engine`."""
@@ -199,8 +200,7 @@ class CollectiveEngine(GradientAccumulation):
         """Multiply, unscale and clip p.grad; see `Engine`."""
         self._tables.check_room()
         *_, scaler, clip, change = preparation
-        hooked = is_hooked(self._optimizer, *parts_of(self._optimizer))
-        if hooked or any(each is not None for each in (scaler, clip, change)):
+        if self._tables.is_whole_wanted or any(each is not None for each in (scaler, clip, change)):
             self._tables.assemble(self._step)
         norm = prepare_whole(self._given.parameters, self._optimizer, preparation)
         if self._exchange is not None and self._exchange.updates is not None:

@@ -138,6 +138,8 @@ class TableSums:
         """The gradient of each table, once it is complete. It is also p.grad, and lies in this process's memory."""
         self.used: list[bool] = []
         """For each table, True if it got a gradient on any rank."""
+        self.is_whole_wanted = False
+        """True, on all ranks, if one wants the whole gradient of divided tables in this step."""
         self.entries: list[int] = []
         """For each table, the number of rows in the sums that ranks have sent: no rank has more in its share."""
         self._rank, self._all_gather = rank, all_gather
@@ -148,7 +150,7 @@ class TableSums:
 
     def begin(self, layout: NodeLayout) -> None:
         """Begin a step."""
-        self._layout, self.totals, self.used, self._parts = layout, [], [], []
+        self._layout, self.totals, self.used, self._parts, self.is_whole_wanted = layout, [], [], [], False
         if self.tables.names:
             self._sums = [NodeSum(node, add=self._add) for node in layout.nodes[self._rank]]
 
@@ -163,13 +165,19 @@ class TableSums:
             gradients = take(self.tables.parameters)
             total.push(leaf, [_coalesced(*each) for each in zip(self.tables.names, gradients, strict=True)])
 
-    def post(self) -> None:
-        """Send this rank's sums. Every rank must call it, after its leaves."""
+    def post(self, *, wants_whole: bool = False) -> None:
+        """Send this rank's sums. Every rank must call it, after its leaves.
+
+        Args:
+            wants_whole: True if this rank needs the whole gradient of divided tables; see `assemble`.
+        """
         if not self.tables.names:
             return
         own = [summed for total in self._sums for summed in total.total()]
         if self._all_to_all is not None:
-            self._all_to_all.post(self._divided_messages(own, ranks=len(self._layout.nodes)))
+            wants = torch.tensor([int(wants_whole)])
+            messages = self._divided_messages(own, ranks=len(self._layout.nodes))
+            self._all_to_all.post([[wants, *parts] for parts in messages])
         elif self._all_gather is not None:
             self._all_gather.post(self._message(own))
 
@@ -219,6 +227,8 @@ class TableSums:
                 found.update((own.node, own.total()) for own in self._sums)
                 continue
             reader = MessageReader(message)
+            if self._all_to_all is not None and reader.next(torch.int64, 1).item():
+                self.is_whole_wanted = True
             found.update(self._read(reader, nodes, message.device))
             if announced:
                 for ids, count in zip(announced, reader.next(torch.int64, len(announced)).tolist(), strict=True):

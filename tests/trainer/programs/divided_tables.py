@@ -194,6 +194,17 @@ def saved():
     return {"saved": train(Adam(lr=0.1), steps=int(sys.argv[3]), directory=sys.argv[2]).digest()}
 
 
+def hooked():
+    """A hook of one rank alone sees the gradient of all rows."""
+    trainer, seen = make(RowwiseAdagrad(lr=0.1)), []
+    if trainer.rank == 0:
+        trainer.optimizer.register_step_pre_hook(lambda *_: seen.append(trainer.model.words.weight.grad.coalesce()))
+    for batch in trainer.batches(data(), batch_size=20):
+        trainer.step(loss, batch)
+    gradients = {str(n): torch.cat([g.indices()[0], g.values().view(-1)]) for n, g in enumerate(seen)}
+    return {"hooked": trainer.digest(), "gradients": digest(gradients) if seen else ""}
+
+
 def watched():
     """A run whose weights are compared with another one's, after some steps and in mid-epoch."""
     return {"watched": train(Adam(lr=0.1), directory=sys.argv[2], digest_every=2).digest()}
@@ -394,6 +405,7 @@ KINDS = {
     "steps": steps,
     "saved": saved,
     "watched": watched,
+    "hooked": hooked,
     "changes": changes,
     "traffic": traffic,
     "ahead": ahead,
