@@ -95,8 +95,10 @@ for batch in trainer.batches(data, batch_size=8):
     trainer.step(loss, batch)
 assert model.words.rows.count > 0
 unisono.print0("peak", torch.ops.simulated.peak_nbytes(0, True))
+model.words.weight.grad = torch.sparse_coo_tensor([[3]], torch.ones(1, 32), model.words.weight.shape)
 model.double()
 assert model.words.weight.dtype == torch.float64 and model.words.weight.device.type == "cpu"
+assert model.to("cpu").to("sim:1").words.weight.grad.device.type == "cpu"
 moved = Tables({"words": Table(rows=9, dim=2, optimizer=Adam(lr=0.1))}).to("sim:0")
 try:
     share_tables(moved)

@@ -216,11 +216,11 @@ def _on_cpu(change: Callable[[Tensor], Tensor], weight: Tensor) -> Callable[[Ten
         change: What is made of others, such as a move to a GPU. Of its result, the type alone then counts.
         weight: The rows.
     """
-    if change(weight.detach()[:0]).device.type in ("cpu", "meta"):
+    if change(torch.empty(0, dtype=weight.dtype, device=weight.device)).device.type in ("cpu", "meta"):
         return change
 
     def convert(tensor: Tensor) -> Tensor:
-        return tensor.to(change(tensor.detach()[:0]).dtype)
+        return tensor.to(change(torch.empty(0, dtype=tensor.dtype)).dtype)
 
     return convert
 

@@ -41,6 +41,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
             whole, or of each row a range of columns ("column").
         divided: Where the ranks of a Trainer share no memory, as on several hosts, each keeps a part of the rows, and
             those of others come to it in each lookup. Where they share memory, there is one copy anyhow.
+            They stay in memory of the CPU then, also with one rank and a model on a GPU.
         copies: With divided=True, on how many ranks each row is. With 2, on two hosts if several have equally many
             ranks, and one that dies is replaced alone.
 

@@ -64,8 +64,8 @@ def divide_tables(
     name = found[0].name
     if found[0].keeps_twice and world.device.type != "cpu":
         raise ValueError(
-            f"table {name!r} has copies=2, for ranks that are replaced alone, and a rank that dies among GPUs ends a "
-            "group of nccl: leave copies=2 out"
+            f"table {name!r} has copies=2, for ranks that are replaced alone, and with gradients over nccl rows go "
+            'through a group of their own, which takes no new rank: leave copies=2 out, or call unisono.init("gloo")'
         )
     if len({module.keeps_twice for module in found}) > 1:
         raise ValueError("some divided tables of the Trainer have copies=2, and others have not: give all the same")
