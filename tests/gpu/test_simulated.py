@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.conftest import ON_DEVICE
-
+ON_DEVICE = Path(__file__).parents[1] / "simulated_device.py"
 PROGRAMS = Path(__file__).parents[1] / "trainer" / "programs"
 LOOPS = Path(__file__).parents[1] / "parallel" / "programs"
 PROGRAM = Path(__file__).parent / "programs" / "offloaded.py"
@@ -27,6 +26,35 @@ WAYS = (
 )  # fmt: skip
 """Those of ways_to_train.py, but for an LSTM and torch.compile, which the device lacks."""
 SAME = ("overlap=False", "shards", "shards by size", "zero=1", "pipeline", "interleaved pipeline", "resumed")
+
+
+@pytest.fixture
+def on_device(fork_ranks, simulated_device):
+    """Run a program on ranks, and return the lines that all of them have printed."""
+
+    def run(ranks, program, *args):
+        job = fork_ranks(ranks, ON_DEVICE, simulated_device, program, *args, variables={"DEVICE": "sim:0"})
+        lines = [job.lines(rank) for rank in range(ranks)]
+        assert lines == [lines[0]] * ranks
+        return lines[0]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def of_one_rank():
+    """What programs print with one rank, once a test has asked for it."""
+    return {}
+
+
+@pytest.fixture
+def alone(on_device, of_one_rank):
+    def run(*command):
+        if command not in of_one_rank:
+            of_one_rank[command] = on_device(1, *command)
+        return of_one_rank[command]
+
+    return run
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.digests import digests
-from tests.gpu.conftest import ON_DEVICE
 
+ON_DEVICE = Path(__file__).parents[1] / "simulated_device.py"
 TRAINER = Path(__file__).parents[1] / "trainer" / "programs"
 LOOP = Path(__file__).parents[1] / "parallel" / "programs" / "divided_loop.py"
 RANDOM = LOOP.with_name("random_table_loops.py")

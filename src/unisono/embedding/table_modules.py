@@ -30,7 +30,23 @@ if TYPE_CHECKING:
 __all__ = ["BagTable", "RowTable", "match_length"]
 
 
-class RowTable(nn.Embedding):
+class _TableModule(nn.Module):
+    """What both kinds of tables have in common."""
+
+    weight: Tensor
+    is_divided: bool
+    file: TableFile | None
+
+    @property
+    def stays_on_cpu(self) -> bool:
+        """True if the rows stay in memory of the CPU, or in a file, wherever the model is moved."""
+        return self.is_divided or self.file is not None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        return super()._apply(_on_cpu(fn, self.weight) if self.stays_on_cpu else fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class RowTable(_TableModule, nn.Embedding):
     """A table whose ids give a row each. It is an nn.Embedding with sparse gradients, of one pass over memory.
 
     Args:
@@ -60,14 +76,6 @@ class RowTable(nn.Embedding):
         if table.when_full == "grow" or table.is_lazy or file is not None or divided:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
-    @property
-    def stays_on_cpu(self) -> bool:
-        """True if the rows stay in memory of the CPU, or in a file, wherever the model is moved."""
-        return self.is_divided or self.file is not None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(_on_cpu(fn, self.weight) if self.stays_on_cpu else fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
-
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Return the rows of ids of any shape, [*input.shape, dim], on the device of the ids.
 
@@ -87,7 +95,7 @@ class RowTable(nn.Embedding):
         return look_up(self.weight, input.long(), padding=self.padding_idx, locate=locate)
 
 
-class BagTable(nn.EmbeddingBag):
+class BagTable(_TableModule, nn.EmbeddingBag):
     """A table whose ids come in bags. It is an nn.EmbeddingBag with sparse gradients.
 
     Args:
@@ -121,14 +129,6 @@ class BagTable(nn.EmbeddingBag):
         self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
         if table.when_full == "grow" or table.is_lazy or file is not None or divided:
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
-
-    @property
-    def stays_on_cpu(self) -> bool:
-        """True if the rows stay in memory of the CPU, or in a file, wherever the model is moved."""
-        return self.is_divided or self.file is not None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(_on_cpu(fn, self.weight) if self.stays_on_cpu else fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     def forward(
         self,

@@ -110,10 +110,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     chosen = choose_device(settings.device, modules.values(), local_rank=own_placement().local_rank)
     check_built(modules, settings.parallel, chosen)
     check_placed(modules, chosen)
-    updates_on_cpu = any(module.stays_on_cpu for module in tables_in(modules.values()).values())
-    if chosen.type == "cpu" or (isinstance(settings.parallel, Shard) and settings.parallel.offloads(chosen)):
-        updates_on_cpu = True
-    if updates_on_cpu:
+    offloads = isinstance(settings.parallel, Shard) and settings.parallel.offloads(chosen)
+    if chosen.type == "cpu" or offloads or any(table.stays_on_cpu for table in tables_in(modules.values()).values()):
         torch.set_num_threads(settings.threads)
     if chosen.type == "cpu":
         keep_freed_memory()

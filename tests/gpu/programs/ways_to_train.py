@@ -140,8 +140,8 @@ def sparse():
 
 
 def tables(*, divided=False, rows=None, **options):
-    rows = rows or {"rows": 500, "init_std": 1.0} if divided else {"rows": 500}
-    table = embedding.Table(**rows, dim=16, pooling="sum", optimizer=embedding.RowwiseAdagrad(lr=0.05))
+    size = rows or ({"rows": 500, "init_std": 1.0} if divided else {"rows": 500})
+    table = embedding.Table(**size, dim=16, pooling="sum", optimizer=embedding.RowwiseAdagrad(lr=0.05))
     found = embedding.Tables({"item": table}, divided=divided)
     return train(lambda: Words(found["item"]), lambda model: adam(model.head), **options)
 
