@@ -21,6 +21,7 @@ __all__ = ["Message", "MessageLayout"]
 
 _ALIGNMENT = 64
 _HEADER_DTYPE = torch.int64
+_KEPT_HEADERS = 16
 
 Key = TypeVar("Key", int, str)
 
@@ -55,12 +56,16 @@ class MessageLayout(Generic[Key]):
             self._offsets.append(offset)
             elements = math.prod(layout.shape) if are_gradients else _footprint(layout.shape, layout.strides)
             offset += elements * layout.dtype.itemsize
-        self._state_offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        state_offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
         devices = {layout.device for layout in entries.values()}
         has_gpu = any(device.type == "cuda" for device in devices)
         state_nbytes = CPU_STATE_NBYTES + GPU_STATE_NBYTES * has_gpu
-        self.nbytes = self._state_offset + state_nbytes * has_random_state
-        """Size of the message."""
+        end = state_offset + state_nbytes * has_random_state
+        self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        """Size of the message; whole elements of any type."""
+        self._state = slice(state_offset, end)
+        self._headers: dict[tuple[int, ...], Tensor] = {}
+        """Headers that were sent, of which there is hardly more than one."""
         self.device = devices.pop() if len(devices) == 1 else torch.device("cpu")
         """Where the tensors of a message are."""
 
@@ -81,23 +86,22 @@ class MessageLayout(Generic[Key]):
             if self._are_gradients and _footprint(layout.shape, strides) > math.prod(layout.shape):
                 strides = tuple(torch.empty_like(tensor, device="meta").stride())
             header += [1, *strides]
-            place = _view(memory, offset, layout, strides)
-            _thin(place).copy_(_thin(tensor.detach(), strides))
-        if self._are_gradients:
-            memory[: self._header * _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE).copy_(
-                torch.tensor(header), non_blocking=True
-            )
+            place, content = _view(memory, offset, layout, strides), tensor.detach()
+            if 0 in strides:
+                place, content = _once(place, strides), _once(content, strides)
+            place.copy_(content)
+        if self._header:
+            self._write_header(memory, tuple(header))
         if self._has_random_state:
             assert message.random_state is not None
-            memory[self._state_offset :].copy_(
-                message.random_state[: self.nbytes - self._state_offset], non_blocking=True
-            )
+            state = memory[self._state]
+            state.copy_(message.random_state[: len(state)], non_blocking=True)
         return memory
 
     def unpack(self, memory: Tensor) -> Message[Key]:
         """Return the content of a message; its tensors are views of the memory, or of a copy on their device."""
         memory, tensors = memory.to(self.device), {}
-        header = memory[: self._header * _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE).tolist()
+        header = memory.view(_HEADER_DTYPE)[: self._header].tolist() if self._header else []
         for (key, layout), offset in zip(self._entries.items(), self._offsets, strict=True):
             strides = layout.strides
             if self._are_gradients:
@@ -109,8 +113,15 @@ class MessageLayout(Generic[Key]):
             tensors[key] = _view(memory, offset, layout, strides)
         state = None
         if self._has_random_state:  # a copy, as torch takes a generator's state from the beginning of its storage
-            state = memory[self._state_offset :].to("cpu", copy=True)
+            state = memory[self._state].to("cpu", copy=True)
         return Message(tensors, state)
+
+    def _write_header(self, memory: Tensor, header: tuple[int, ...]) -> None:
+        if header not in self._headers:
+            if len(self._headers) >= _KEPT_HEADERS:
+                self._headers.clear()
+            self._headers[header] = torch.tensor(header, dtype=_HEADER_DTYPE)
+        memory.view(_HEADER_DTYPE)[: self._header].copy_(self._headers[header], non_blocking=True)
 
 
 def _footprint(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -121,12 +132,9 @@ def _footprint(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _view(memory: Tensor, offset: int, layout: TensorLayout, strides: Sequence[int]) -> Tensor:
-    elements = _footprint(layout.shape, strides)
-    part = memory[offset : offset + elements * layout.dtype.itemsize].view(layout.dtype)
-    return part.as_strided(layout.shape, strides)
+    return memory.view(layout.dtype).as_strided(layout.shape, strides, offset // layout.dtype.itemsize)
 
 
-def _thin(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
+def _once(tensor: Tensor, strides: Sequence[int]) -> Tensor:
     """Return each element of an expanded tensor once."""
-    strides = tensor.stride() if strides is None else strides
     return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]

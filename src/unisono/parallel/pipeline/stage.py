@@ -248,17 +248,17 @@ class _StageMode(TorchFunctionMode):
         if self._passive:  # inside another block
             return own_call(*args, **kwargs)
         self._passive = True
-        result = self._call(None, name, partial(self._run_block, own_call), args, kwargs)
+        result = self._call(None, name, partial(self._run_unseen, own_call), args, kwargs)
         self._passive = False
         return result
 
-    def _run_block(self, own_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_unseen(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Off the stack if that is possible, a call in a block costs what it costs without a pipeline.
         if _get_current_function_mode() is not self:  # type: ignore[no-untyped-call]
-            return own_call(*args, **kwargs)
+            return run(*args, **kwargs)
         _pop_mode()  # type: ignore[no-untyped-call]
         try:
-            return own_call(*args, **kwargs)
+            return run(*args, **kwargs)
         finally:
             _push_mode(self)  # type: ignore[no-untyped-call]
 
@@ -309,7 +309,7 @@ class _StageMode(TorchFunctionMode):
         for transfer in self._plan.sent:
             self.done.sent[transfer.value] = self.objects[transfer.object]
         self.done.random_state = generator_states()
-        self._on_end(self.done)
+        self._run_unseen(self._on_end, self.done)
 
     def finish(self) -> None:
         """Check that all calls were made, and end the last stage."""
