@@ -315,6 +315,43 @@ def test_four_ranks_exchange_messages(fork_ranks):
     assert fork_ranks(4, _RANKS + _MANY).lines()[-1] == "at_random"
 
 
+_LEFT = """
+store = dist.distributed_c10d._get_default_store()
+if rank == 0:
+    dist.send(torch.ones(1), 1)
+    dist.destroy_process_group()
+    store.set("left", "")
+    store.wait(["done/1", "done/2"])
+else:
+    early = torch.zeros(1)
+    receive = dist.irecv(early, 0, tag=7)  # as for a call that rank 0 does not make any more
+    if rank == 1:
+        came = torch.zeros(1)
+        dist.recv(came, 0)
+        assert came.item() == 1
+    store.wait(["left"])
+    time.sleep(0.5)  # as long as a worker takes to notice
+    got, third = torch.zeros(300_000), 3 - rank
+    send = dist.isend(torch.full((300_000,), float(rank)), third)
+    dist.recv(got, third)
+    send.wait()
+    assert (got == third).all()
+    assert receive.is_completed()
+    for call in (receive.wait, lambda: dist.send(torch.ones(1_000_000), 0)):
+        with pytest.raises(dist.DistBackendError, match="the group was left by rank 0, whose program ends"):
+            call()
+    print("went on", flush=True)
+    store.set(f"done/{rank}", "")
+    os._exit(0)
+"""
+
+
+def test_a_receive_from_a_rank_that_has_left_fails_alone(fork_ranks):
+    """Unless somebody waits for it: other ranks may be in a call that the one that has left has completed."""
+    job = fork_ranks(3, _RANKS + _LEFT)
+    assert [job.lines(rank) for rank in (1, 2)] == [["went on"]] * 2
+
+
 _SOAK = """
 begin, number = time.monotonic(), 0
 plan = random.Random(1)

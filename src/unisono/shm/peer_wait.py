@@ -101,6 +101,7 @@ class PeerWait:
         timeout_s: float | None = None,
         every: bool = True,
         polls: bool = True,
+        part_with: Callable[[Collection[int], DistBackendError], None] | None = None,
     ) -> None:
         """Wait until no rank is late.
 
@@ -114,6 +115,8 @@ class PeerWait:
             every: True if all of the ranks are needed, False if any one is enough. It is then an error only if all have
                 left, or one was killed.
             polls: True to begin with polling.
+            part_with: Called with awaited ranks that have left, and the error that says so: nobody awaits them
+                afterwards. None: that ends the wait by this error.
 
         Raises:
             DistBackendError: The wait timed out, an awaited rank has ended or left, or the group is aborted. The group
@@ -134,7 +137,7 @@ class PeerWait:
                 )
             if now_s >= look_s:
                 look_s = now_s + _SLICE_S
-                if self._raise_if_peers_ended(late, what, every=every):
+                if self._raise_if_peers_ended(late, what, every=every, part_with=part_with):
                     return
             wait_for(missing[0], min(_SLICE_S, deadline_s - now_s))
 
@@ -151,7 +154,14 @@ class PeerWait:
         """Return the names of ranks of the group, by their global numbers."""
         return name_ranks(self._ranks[r] for r in ranks)
 
-    def _raise_if_peers_ended(self, late: Callable[[], Sequence[int]], what: Callable[[], str], *, every: bool) -> bool:
+    def _raise_if_peers_ended(
+        self,
+        late: Callable[[], Sequence[int]],
+        what: Callable[[], str],
+        *,
+        every: bool,
+        part_with: Callable[[Collection[int], DistBackendError], None] | None,
+    ) -> bool:
         """Raise if awaited ranks have ended, left or aborted. Return True if no rank is late any more."""
         dead = set(self._peers.dead())
         self._abort_flag.poll()
@@ -167,7 +177,11 @@ class PeerWait:
         if killed or len(gone) >= (1 if every else len(missing)):
             if killed:
                 self.give_up(f"{what()}: the process of {self.names(killed)} has ended")
-            self.give_up(f"{what()}: the group was left by {self.names(gone)}, whose program ends or destroyed it")
+            reason = f"{what()}: the group was left by {self.names(gone)}, whose program ends or destroyed it"
+            if part_with is None:
+                self.give_up(reason)
+            part_with(gone, DistBackendError(self._named(reason)))
+            return not late()
         return False
 
     def _named(self, reason: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import deque
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -82,6 +83,7 @@ class PointToPoint:
             advance=self._advance,
             awaited=self._awaited,
             fail=self._end_all,
+            part_with=self._end_with,
         )
         # The attributes below are guarded by the condition of the progress engine.
         self._sends: dict[int, deque[Transfer]] = {}
@@ -295,6 +297,19 @@ class PointToPoint:
             self._progress.end(transfer, error)
         self._receives, self._sends, self._arriving = [], {}, {}
         self._aside = [[] for _ in range(self.size)]
+
+    def _end_with(self, ranks: Collection[int], error: Exception) -> None:
+        """End pending transfers with some ranks, which will move no data any more."""
+        for rank in ranks:
+            ended = [receive for receive in self._receives if receive.peer == rank]
+            ended += [message.receive for message in self._aside[rank] if message.receive is not None]
+            arriving = self._arriving.pop(rank, None)
+            if arriving is not None and arriving.receive is not None and arriving.buffer is None:
+                ended.append(arriving.receive)
+            for transfer in [*ended, *self._sends.pop(rank, ())]:
+                self._progress.end(transfer, error)
+            self._receives = [receive for receive in self._receives if receive.peer != rank]
+            self._aside[rank] = [message for message in self._aside[rank] if message.arrived == message.total]
 
     def _refuse_if_failed(self) -> None:
         if self._failure is not None:

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 
 from torch import Tensor
@@ -88,6 +88,7 @@ class PointToPointProgress:
             a receive out of the rings. Returns True if it moved any.
         awaited: Returns the ranks, in the group, that pending transfers name.
         fail: Ends all transfers with an error.
+        part_with: Ends those with some ranks.
     """
 
     def __init__(
@@ -99,9 +100,10 @@ class PointToPointProgress:
         advance: Callable[[bool], bool],
         awaited: Callable[[], Sequence[int]],
         fail: Callable[[Exception], None],
+        part_with: Callable[[Collection[int], Exception], None],
     ) -> None:
         self._wakeup, self._waiting, self._others = wakeup, waiting, tuple(others)
-        self._advance, self._awaited, self._fail = advance, awaited, fail
+        self._advance, self._awaited, self._fail, self._part_with = advance, awaited, fail, part_with
         self.changed = threading.Condition(threading.Lock())
         """Guards the transfers, their queues and the attributes below."""
         self.pending = 0
@@ -203,6 +205,7 @@ class PointToPointProgress:
             self._worker.join(timeout=1.0)
         # Otherwise this and `PointToPoint` would keep each other, and the memory, alive until garbage collection.
         self._advance, self._awaited, self._fail = (lambda _: False), (lambda: ()), (lambda _: None)
+        self._part_with = lambda _, __: None
 
     def _become_driver(self, transfer: Transfer) -> bool:
         """Become the driver and return True, or sleep for a slice or until something changes."""
@@ -239,6 +242,7 @@ class PointToPointProgress:
         deadline_s: float,
         sends: bool = False,
         polls: bool = True,
+        part_with: Callable[[Collection[int], Exception], None] | None = None,
     ) -> None:
         """Move data, poll and sleep until `over()`. Only the driver may call it."""
         makes_room = False
@@ -265,7 +269,16 @@ class PointToPointProgress:
 
         try:
             timeout_s = self._waiting.timeout_s
-            self._waiting.wait(late, listen, what, deadline_s=deadline_s, timeout_s=timeout_s, every=every, polls=polls)
+            self._waiting.wait(
+                late,
+                listen,
+                what,
+                deadline_s=deadline_s,
+                timeout_s=timeout_s,
+                every=every,
+                polls=polls,
+                part_with=part_with,
+            )
         except DistBackendError as error:
             self._end_all(error)
 
@@ -325,6 +338,12 @@ class PointToPointProgress:
             with self.changed:
                 return self._awaited()
 
+        def part_with(ranks: Collection[int], error: Exception) -> None:
+            """End what waits for ranks that have left: other transfers go on, as may the call that this one is for."""
+            with self.changed:
+                self._part_with(ranks, error)
+            self.finish_ended()
+
         by_name = bool(awaited())
 
         def over() -> bool:
@@ -337,4 +356,5 @@ class PointToPointProgress:
             every=by_name,
             deadline_s=math.inf,
             polls=False,
+            part_with=part_with if by_name else None,
         )
