@@ -209,7 +209,7 @@ class CollectiveEngine(GradientAccumulation):
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""
-        update_whole(self._optimizer, scaler)
+        update_whole(self._optimizer, scaler, self._trained)
         if self._exchange is not None:
             self._exchange.send_ahead()
 

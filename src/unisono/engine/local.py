@@ -108,7 +108,7 @@ class LocalEngine:
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""
-        update_whole(self._optimizer, scaler)
+        update_whole(self._optimizer, scaler, self._trained)
 
     def close(self) -> None:
         """Release the parameters; see `Engine`."""

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from unisono.engine.base import Preparation
+from unisono.engine.base import Preparation, Trained
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, dense_strides, global_norm, in_memory_order
+from unisono.engine.optimizer_hooks import refuse_changed_gradients
 
 __all__ = ["prepare_whole", "update_whole"]
 
@@ -46,13 +47,18 @@ def _values_of(parameters: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
 
 
-def update_whole(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-    """Run the optimizer's step, which a scaler skips if the gradient overflowed."""
+def update_whole(optimizer: Optimizer, scaler: torch.amp.GradScaler | None, trained: Trained) -> None:
+    """Run the optimizer's step, which a scaler skips if the gradient overflowed.
+
+    Raises:
+        UnisonoError: A hook of the optimizer has changed a gradient.
+    """
     _lay_out_state(optimizer)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
+    with refuse_changed_gradients(parts_of(optimizer), trained, in_turn=True):
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
 
 
 def _lay_out_state(optimizer: Optimizer) -> None:

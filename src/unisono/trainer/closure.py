@@ -16,6 +16,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from unisono.engine import Engine, StepTransaction, Trained, parts_of
+from unisono.engine.optimizer_hooks import refuse_changed_gradients
 
 __all__ = ["check_closure", "needs_closure", "step_with_closure"]
 
@@ -79,7 +80,8 @@ def step_with_closure(
         return value
 
     try:
-        optimizer.step(closure)
+        with refuse_changed_gradients([optimizer], trained):
+            optimizer.step(closure)
     except BaseException:
         with torch.no_grad():
             for p, weight in zip(parameters, weights, strict=True):

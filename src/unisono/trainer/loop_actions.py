@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from torch.optim import Optimizer
 
 from unisono.engine import Trained
-from unisono.engine.optimizer_hooks import StepCounter
+from unisono.engine.optimizer_hooks import StepCounter, has_pre_hooks
 
 __all__ = ["LeftGradients", "LoopActions"]
 
@@ -22,7 +22,10 @@ _CHANGED = (
     "by clipping, which has no effect: a step computes the gradient of its loss function alone. Add such terms to what "
     "that returns, and clip by Trainer(clip_grad_norm=...)."
 )
-
+_HIDDEN = (
+    "hooks that run before the step of an optimizer find no gradients here, as each rank has a part of them elsewhere. "
+    "Clip by Trainer(clip_grad_norm=...), whose steps also return the norm."
+)
 
 _STEPS_COMPARED = 16
 """Of a Trainer with several optimizers, whose steps a loop may call in turns of several each."""
@@ -78,6 +81,9 @@ class LoopActions:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], left: LeftGradients) -> None:
+        self.hides_gradients = False
+        """True if p.grad has no gradient when the optimizers' hooks run."""
+        self._optimizers = optimizers
         self._counters = [StepCounter.of(optimizer) for optimizer in optimizers]
         self._has_stepped = False
         self._left = left
@@ -91,6 +97,8 @@ class LoopActions:
             self._message = _STEPPED
         elif self._has_stepped and name is not None:
             self._message = _CHANGED.format(name=name)
+        elif self.hides_gradients and has_pre_hooks(self._optimizers):
+            self._message = _HIDDEN
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -35,8 +35,8 @@ from unisono.engine import (
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.local_steps import LocalStepsEngine
 from unisono.engine.model_contents import parameter_names
-from unisono.engine.sharded import ShardedEngineFactory
-from unisono.engine.staged import StagedBuffers, StagedEngineFactory
+from unisono.engine.sharded import ShardedEngine, ShardedEngineFactory
+from unisono.engine.staged import DividedStagedEngine, StagedBuffers, StagedEngineFactory
 from unisono.engine.step_fingerprint import StepFingerprint
 from unisono.engine.weight_comparison import WeightComparison
 from unisono.errors import LossError, NonFiniteLossError, TableFullError
@@ -118,6 +118,7 @@ class StepRunner:
     def connect(self, engines: EngineFactory | StagedEngineFactory | ShardedEngineFactory) -> None:
         """Use the engine and the consistency check of the ranks that there are now, from the next step on."""
         self._engine = self._shares.engine = engines.engine(self._optimizer)
+        self._actions.hides_gradients = isinstance(self._engine, (ShardedEngine, DividedStagedEngine))
         self._comparison = engines.comparison
         self._weights = self._compared_weights()
         self._run.clock.restart()

@@ -9,6 +9,7 @@ as much memory, and more traffic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from unisono.engine.host_tree_all_reduce import GroupAllReduce, group_all_reduce
 from unisono.engine.joint_optimizer import parts_of
 from unisono.engine.node_sums import Gradients, take
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, global_norm
-from unisono.engine.optimizer_hooks import is_hooked, with_hooks
+from unisono.engine.optimizer_hooks import is_hooked, refuse_changed_gradients, with_hooks
 from unisono.engine.sharded.division import Division
 from unisono.engine.sharded.exchange import GradientRow
 from unisono.engine.sharded.unit import PieceLayout
@@ -339,4 +340,7 @@ def update_parts(engines: Sequence[ShardedEngine], scaler: torch.amp.GradScaler 
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         if is_hooked(optimizer):
             run = with_hooks(optimizer, run)
-    run()
+    trained = [engine._trained for engine in engines]
+    names, parameters = (tuple(itertools.chain.from_iterable(each)) for each in zip(*trained, strict=True))
+    with refuse_changed_gradients(first._optimizers, Trained(names, parameters)):
+        run()

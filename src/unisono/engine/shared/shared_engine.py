@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from unisono.embedding.tables import lagging, serving_in
 from unisono.engine.base import Trained
 from unisono.engine.node_sums import drop
-from unisono.engine.optimizer_hooks import is_hooked, with_hooks
+from unisono.engine.optimizer_hooks import is_hooked, refuse_changed_gradients, with_hooks
 from unisono.engine.shared.engine_parts import check_movable, make_parts
 from unisono.engine.shared.gradient_rows import GradientRows
 from unisono.engine.shared.optimizer_update import OptimizerUpdate
@@ -126,7 +126,8 @@ class SharedEngine(SharedGradients):
                     optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
                     if runs_hooks:
                         run = with_hooks(optimizer, run)
-                run()
+                with refuse_changed_gradients(self._optimizers, self._trained):
+                    run()
             self._step.run_deferred()
         except BaseException as error:
             if self._protection is not None:

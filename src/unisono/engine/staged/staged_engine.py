@@ -121,7 +121,7 @@ class StagedEngine:
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights of the stages of this rank, and send those that other stages use as well; see `Engine`."""
         self._ownership.whole = "nowhere"
-        update_whole(self._optimizer, scaler)
+        update_whole(self._optimizer, scaler, self._given)
         self._shared.send()
 
     def close(self) -> None:
