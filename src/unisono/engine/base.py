@@ -47,6 +47,8 @@ class Engine(Protocol):
 
     divides_update: bool
     """True if each rank updates a part of the weights alone."""
+    copies_weights: bool
+    """True if each weight is on several ranks, each of which has a copy of its own."""
     sends_early: bool
     """True if other ranks may get sums of this one before `flush`, from its last `close_forward` on."""
 

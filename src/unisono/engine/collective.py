@@ -83,7 +83,7 @@ class _TreeBucket:
 class CollectiveEngine(GradientAccumulation):
     """Sums the leaves of all ranks through the process group, overlapped with backward."""
 
-    divides_update, sends_early = False, True
+    divides_update, copies_weights, sends_early = False, True, True
 
     def __init__(
         self,

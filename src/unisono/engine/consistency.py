@@ -10,7 +10,8 @@ shared, `GroupConsistencyCheck` sends them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -35,8 +36,8 @@ __all__ = [
 ]
 
 WEIGHTS = "weights"
-"""The entry of a document with the checksums of all weights. Fingerprints may differ because one rank alone has written
-weights, and be all the same otherwise; then these decide."""
+"""The entry of a document with the checksums of all weights by name. Fingerprints may differ because one rank alone has
+written weights, and be all the same otherwise; then these decide."""
 
 _TAG = 1
 """The tag of messages with fingerprints; gradients have 0."""
@@ -221,11 +222,11 @@ def settle_differences(world: World, intent: StepDescription, engine: Document =
     calls = {rank: CallDescription(document[CALL]) for rank, document in enumerate(everyone)}
     if different := describe_mismatch(calls, remedy=_REMEDY):
         raise RankMismatchError(different)
-    weights = [{WEIGHTS: document.pop(WEIGHTS)} for document in everyone if WEIGHTS in document]
+    weights = {rank: document.pop(WEIGHTS) for rank, document in enumerate(everyone) if WEIGHTS in document}
     differences = (
         tell_differences(everyone)
         or tell_differences([of_engine for _, of_engine in documents])
-        or tell_differences(weights)  # which also differ where ranks train different ones
+        or _differences_of_weights(weights)
     )
     if differences is None and weights:
         return
@@ -234,3 +235,16 @@ def settle_differences(world: World, intent: StepDescription, engine: Document =
         f"ranks differ: {differences}. {STEP_UNDONE} Do the same on every rank between steps, and from numbers that "
         "are equal on all ranks, such as the mean loss of a step or an evaluation."
     )
+
+
+def _differences_of_weights(everyone: Mapping[int, Mapping[str, str]]) -> str | None:
+    """Return the differences between the weights of ranks that have the same ones, as those of a stage; None if none.
+
+    >>> _differences_of_weights({0: {"a": "01"}, 1: {"b": "02"}, 2: {"a": "01"}, 3: {"b": "03"}})
+    "weights differ at number 0: 'b = 02' on rank 1 and 'b = 03' on rank 3"
+    """
+    groups: dict[tuple[str, ...], dict[int, list[str]]] = defaultdict(dict)
+    for rank, checksums in everyone.items():
+        groups[tuple(checksums)][rank] = [f"{name} = {checksum}" for name, checksum in checksums.items()]
+    told = (tell_differences([{WEIGHTS: each} for each in group.values()], [*group]) for group in groups.values())
+    return next((each for each in told if each is not None), None)

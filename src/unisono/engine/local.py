@@ -24,7 +24,7 @@ __all__ = ["LocalEngine"]
 class LocalEngine:
     """Sums the leaves of one process. With one leaf, p.grad stays what autograd made: no copy, no extra memory."""
 
-    divides_update = sends_early = False
+    divides_update = copies_weights = sends_early = False
 
     def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module], *, resumes: bool) -> None:
         self._optimizer, self._modules, self._resumes = optimizer, modules, resumes

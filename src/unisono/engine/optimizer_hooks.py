@@ -14,12 +14,21 @@ from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.hooks import RemovableHandle
 
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import trained_by
 from unisono.errors import UnisonoError
 
-__all__ = ["StepCounter", "has_post_hooks", "has_pre_hooks", "is_hooked", "refuse_changed_gradients", "with_hooks"]
+__all__ = [
+    "StepCounter",
+    "has_post_hooks",
+    "has_pre_hooks",
+    "is_hooked",
+    "refuse_changed_gradients",
+    "run_first",
+    "with_hooks",
+]
 
 _pre_hooks_of = attrgetter("_optimizer_step_pre_hooks")
 _post_hooks_of = attrgetter("_optimizer_step_post_hooks")
@@ -96,6 +105,13 @@ def has_post_hooks(optimizers: Iterable[Optimizer]) -> bool:
 def is_hooked(*optimizers: Optimizer) -> bool:
     """Return True if hooks run before or after the step of one of these optimizers."""
     return has_pre_hooks(optimizers) or has_post_hooks(optimizers)
+
+
+def run_first(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
+    """Register a hook after the step of an optimizer that runs before those that have been registered."""
+    handle: RemovableHandle = optimizer.register_step_post_hook(hook)
+    _post_hooks_of(optimizer).move_to_end(handle.id, last=False)
+    return handle
 
 
 def with_hooks(optimizer: Optimizer, run: Callable[[], None]) -> Callable[[], None]:

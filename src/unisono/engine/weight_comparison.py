@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unisono.engine.base import Trained
+from unisono.engine.joint_optimizer import trained_by
+from unisono.engine.optimizer_hooks import has_post_hooks, run_first
 from unisono.engine.write_detection import WriteDetector
 
 __all__ = ["WeightComparison"]
@@ -21,31 +28,52 @@ class WeightComparison:
 
     Args:
         trained: The parameters that the step trains.
+        optimizers: They train them, one after the other.
         without: Those among them that are not compared.
     """
 
-    def __init__(self, trained: Trained, *, without: Collection[Tensor] = ()) -> None:
+    def __init__(self, trained: Trained, optimizers: Sequence[Optimizer], *, without: Collection[Tensor] = ()) -> None:
         left_out = set(map(id, without))
         self._names = {id(p): name for name, p in zip(*trained, strict=True) if id(p) not in left_out}
         self._parameters = [p for p in trained.parameters if id(p) in self._names]
-        self._detector = WriteDetector(self._parameters)
-        self._is_known = False
+        self._detectors = {
+            optimizer: WriteDetector([p for p in trained_by(optimizer, trained).parameters if id(p) in self._names])
+            for optimizer in optimizers
+        }
+        self.is_known = False
+        """False until the first update: all weights are compared then."""
 
-    def remember(self) -> None:
-        """Take the present weights as those that all ranks have. Takes 0.25 µs for each parameter."""
-        self._detector.remember()
-        self._is_known = True
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Return a context of an update, after which all ranks have the same weights. Takes 0.25 µs for each parameter.
+
+        What hooks after the step of an optimizer write counts as written later: they may be those of one rank alone.
+        """
+        others = []
+        with ExitStack() as hooks:
+            for optimizer, detector in self._detectors.items():
+                if has_post_hooks([optimizer]):
+                    hooks.callback(run_first(optimizer, partial(_remember, detector)).remove)
+                else:
+                    others.append(detector)
+            yield
+        for detector in others:
+            detector.remember()
+        self.is_known = True
 
     def find(self) -> Mapping[str, int]:
-        """Return the checksums of the weights that were written since `remember`, by name; at first, of all.
+        """Return the checksums of the weights that were written since the last update, by name; at first, of all.
 
         Takes 0.25 µs for each parameter, and reads those that were written.
         """
-        return self._checksums(self._detector.all_written() if self._is_known else self._parameters)
+        if not self.is_known:
+            return self._checksums(self._parameters)
+        written = (detector.all_written() for detector in self._detectors.values())
+        return self._checksums([*itertools.chain.from_iterable(written)])
 
-    def describe(self) -> list[str]:
-        """Return the names and checksums of all weights."""
-        return [f"{name} = {found % 2**32:08x}" for name, found in self._checksums(self._parameters).items()]
+    def describe(self) -> dict[str, str]:
+        """Return the checksums of all weights by name."""
+        return {name: f"{found % 2**32:08x}" for name, found in self._checksums(self._parameters).items()}
 
     def _checksums(self, parameters: Sequence[Tensor]) -> dict[str, int]:
         """Return the checksums of parameters by name. The host waits once for each device."""
@@ -58,6 +86,11 @@ class WeightComparison:
             for p, number in zip(those, torch.stack([_sum_of_bits(p) for p in those]).tolist(), strict=True)
         }
         return {self._names[id(p)]: found[id(p)] for p in parameters}
+
+
+def _remember(detector: WriteDetector, *_: Any) -> None:
+    """Let a detector remember what there is; a hook after a step."""
+    detector.remember()
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

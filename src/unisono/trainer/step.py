@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from operator import is_
 from typing import Any, Literal, NamedTuple
@@ -32,7 +33,6 @@ from unisono.engine import (
     parts_of,
     trained_by,
 )
-from unisono.engine.collective import CollectiveEngine
 from unisono.engine.local_steps import LocalStepsEngine
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import ShardedEngine, ShardedEngineFactory
@@ -161,34 +161,18 @@ class StepRunner:
             )
         if options.closure:
             check_closure(self._optimizer, self._engine, scaled=self.scaler is not None)
-        before = None
-        if options.closure:
-            assert isinstance(self._buffers, BufferTransaction)
-            before = partial(self._buffers.put, self._buffers.copy())
+        before = self._buffers.copy() if options.closure and isinstance(self._buffers, BufferTransaction) else None
         found = self._evaluate_with_room(loss_fn, batch, call, options)
         rates = tuple([float(group["lr"]) for group in self._optimizer.param_groups])
         scaler, skipped = self._shares.scaler, False
-        if options.closure:
-
-            def again() -> float:
-                self._buffers.find()  # what the loss function has made of the models' contents
-                return self._evaluate(loss_fn, batch, call, options, keeps_buffers=False).loss
-
-            try:
-                with self._actions.updating():
-                    step_with_closure(self._optimizer, self._trained, found.loss, again, self.transaction)
-            except BaseException:
-                assert before is not None
-                before()
-                raise
-        else:
-            self._run.note("update")
-            with self._actions.updating():
+        with self._actions.updating(), nullcontext() if self._weights is None else self._weights.updating():
+            if options.closure:
+                self._update_with_closure(loss_fn, batch, call, options, loss=found.loss, buffers=before)
+            else:
+                self._run.note("update")
                 self._engine.update(scaler)
-            if self._tables:
-                drop(self._tables)  # ranks of one host have gradients of some rows only
-        if self._weights is not None:
-            self._weights.remember()
+        if self._tables and not options.closure:
+            drop(self._tables)  # ranks of one host have gradients of some rows only
         if scaler is not None:
             scale = scaler.get_scale()
             scaler.update()
@@ -198,6 +182,22 @@ class StepRunner:
         return StepResult(
             found.loss, learning_rates=rates, grad_norm=found.grad_norm, skipped=skipped, values=found.values
         )
+
+    def _update_with_closure(
+        self, loss_fn: Loss, batch: Batch, call: int, options: StepOptions, *, loss: float, buffers: Any
+    ) -> None:
+        """Let the optimizer evaluate the loss at other weights; if it fails, restore buffers from before the step."""
+
+        def again() -> float:
+            self._buffers.find()  # what the loss function has made of the models' contents
+            return self._evaluate(loss_fn, batch, call, options, keeps_buffers=False).loss
+
+        try:
+            step_with_closure(self._optimizer, self._trained, loss, again, self.transaction)
+        except BaseException:
+            assert isinstance(self._buffers, BufferTransaction)
+            self._buffers.put(buffers)
+            raise
 
     def _evaluate_with_room(self, loss_fn: Loss, batch: Batch, call: int, options: StepOptions) -> _Evaluation:
         """Evaluate; if dynamic tables that grow have no rows for new ids, let them grow and evaluate anew.
@@ -246,6 +246,8 @@ class StepRunner:
             if self._run.exchange is not None:
                 self._run.exchange.compare_first(self._comparison)
         self._shares.prepare(loss_fn, batch)
+        if self._weights is not None and not self._weights.is_known:
+            self._weights = self._compared_weights()  # ranks may have some of the parameters only by now
         self._engine.start(step, self._trained, leaves=leaves)
         if self._run.virtual_ranks > 1:
             self._attributes.begin()
@@ -354,10 +356,11 @@ class StepRunner:
         self._restricted = bool(others)
 
     def _compared_weights(self) -> WeightComparison | None:
-        """Return what finds weights that a loop has written; None where ranks share them, or do not have all."""
-        if not isinstance(self._engine, CollectiveEngine) or not self._run.has_whole_model:
+        """Return what finds weights that a loop has written; None where no two ranks have the same ones."""
+        if not self._engine.copies_weights:
             return None
-        return WeightComparison(self._trained, without=self._tables)
+        trained = self._shares.present(self._trained)
+        return WeightComparison(trained, parts_of(self._optimizer), without=self._tables)
 
     def _finish_gradients(self, totals: Totals, batch: Batch, call: int, options: StepOptions) -> float | None:
         """Divide gradients by the weight, unscale and clip them: the same on every rank."""

@@ -37,7 +37,7 @@ _BUCKET_NBYTES = 32 * 1024 * 1024
 class LocalStepsEngine:
     """Updates each worker by its own gradients, and brings their weights together at the end of a round."""
 
-    divides_update = sends_early = False
+    divides_update = copies_weights = sends_early = False
 
     def __init__(
         self,

@@ -84,6 +84,7 @@ class ShardedEngine(GradientAccumulation):
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap, streams=streams)
         self._world, self._division = world, division
+        self.copies_weights = division.grid.keeps_weights
         self._optimizers = parts_of(optimizer)
         self._places: list[tuple[int, int]] = []
         """For each trained parameter, the number of its unit and its number in the unit."""

@@ -50,7 +50,7 @@ class SharedEngine(SharedGradients):
     With `protect`, the survivors of a rank's death can put back the state from before the step; see `repair`.
     """
 
-    divides_update, sends_early = True, False
+    divides_update, copies_weights, sends_early = True, False, False
 
     def __init__(
         self,

@@ -44,6 +44,7 @@ class StagedEngine:
         self, optimizer: Optimizer, ranks: StageRanks, engines: Mapping[int, Engine], ownership: StageOwnership
     ) -> None:
         self._optimizer, self._ranks, self._ownership = optimizer, ranks, ownership
+        self.copies_weights = ranks.replicas > 1
         self.stages = engines
         """The engine of each stage of this rank."""
         self._given = Trained((), ())

@@ -1,0 +1,65 @@
+"""Weights that a loop or a hook writes, where several ranks have copies: the same ones on all, or an error on all."""
+
+import pytest
+
+LAYOUTS = {
+    "replicas": (2, "engine='collective'"),
+    "zero=1": (2, "engine='auto', parallel=unisono.parallel.Shard(zero=1)"),
+    "stages": (4, "engine='auto', parallel=unisono.parallel.Pipeline(stages=['2'])"),
+    "stages, zero=1": (4, "engine='auto', parallel=unisono.parallel.Pipeline(stages=['2'], zero=1)"),
+}
+SCRIPT = """
+def write(*_):
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.numel() == 1 or any(p.stride()):  # this rank has it
+                p.mul_(0.9)
+if R in {hooks}:
+    optimizer.register_step_post_hook(write)
+if R in {readers}:
+    optimizer.register_step_post_hook(lambda *_: None)
+trainer = make_trainer({options})
+try:
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(loss, batch)
+        if trainer.steps_done == 2 and R in {writers}:
+            write()
+    say(trainer.digest())
+except UnisonoError as error:
+    say(type(error).__name__, trainer.steps_done, error)
+    os._exit(0)
+"""
+
+
+def script(layout, *, writers=(), hooks=(), readers=()):
+    return SCRIPT.format(options=LAYOUTS[layout][1], writers=writers, hooks=hooks, readers=readers)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_that_one_rank_alone_writes_are_an_error_on_all(run_alone, layout):
+    n, _ = LAYOUTS[layout]
+    for writer in (0, n - 1):
+        said = run_alone(n, script(layout, writers=(writer,)))
+        told = "RankMismatchError 2 ranks differ: weights differ at number 0: '"
+        assert all(text.startswith(told) and f"on rank {writer}" in text for text in said), said
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_that_all_ranks_write_are_those_of_one_rank(run_alone, layout):
+    n, _ = LAYOUTS[layout]
+    ranks = tuple(range(n))
+    assert run_alone(n, script(layout, writers=ranks)) == run_alone(1, script(layout, writers=ranks)) * n
+
+
+@pytest.mark.parametrize("layout", ["replicas", "zero=1"])
+def test_a_hook_after_the_step_that_writes_weights_on_one_rank_alone_is_found(run_alone, layout):
+    ranks = (0, 1)
+    assert run_alone(2, script(layout, hooks=ranks)) == run_alone(1, script(layout, hooks=ranks)) * 2
+    said = run_alone(2, script(layout, hooks=(1,)))
+    assert all(text.startswith("RankMismatchError 1 ranks differ: weights differ at number 0: ") for text in said)
+
+
+@pytest.mark.parametrize("layout", ["replicas", "stages"])
+def test_a_hook_after_the_step_of_one_rank_alone_that_writes_nothing_is_none_of_it(run_alone, layout):
+    n, _ = LAYOUTS[layout]
+    assert run_alone(n, script(layout, readers=(1,))) == run_alone(1, script(layout)) * n
