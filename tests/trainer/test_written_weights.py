@@ -63,3 +63,25 @@ def test_a_hook_after_the_step_that_writes_weights_on_one_rank_alone_is_found(ru
 def test_a_hook_after_the_step_of_one_rank_alone_that_writes_nothing_is_none_of_it(run_alone, layout):
     n, _ = LAYOUTS[layout]
     assert run_alone(n, script(layout, readers=(1,))) == run_alone(1, script(layout)) * n
+
+
+@pytest.mark.parametrize("writers", [(0,), (2,), (0, 1, 2, 3)])
+def test_buffers_of_a_stage_that_not_all_replicas_write_are_an_error_on_all(run_alone, writers):
+    scaled = """
+class Scaled(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 8)
+        self.register_buffer("scale", torch.ones(8))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+    def forward(self, x):
+        return super().forward(x) * self.scale
+model = nn.Sequential(Scaled(), nn.BatchNorm1d(8), nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+"""
+    text = script("stages", writers=writers).replace("write()", "(model[0].scale.mul_(0.5), model[0].cache.add_(R))")
+    said = run_alone(4, scaled + text)
+    if len(writers) == 4:
+        assert said == run_alone(1, scaled + text) * 4
+    else:
+        told = "RankMismatchError 2 ranks differ: buffers differ at number 0: '0.scale = "
+        assert all(text.startswith(told) and "' on rank 0 and '" in text and "on rank 2" in text for text in said), said

@@ -27,6 +27,7 @@ from unisono.mismatch import CALL, CallDescription, Document, describe_mismatch,
 
 __all__ = [
     "BROKEN",
+    "BUFFERS",
     "WEIGHTS",
     "ConsistencyCheck",
     "GroupConsistencyCheck",
@@ -35,9 +36,10 @@ __all__ = [
     "settle_differences",
 ]
 
-WEIGHTS = "weights"
-"""The entry of a document with the checksums of all weights by name. Fingerprints may differ because one rank alone has
-written weights, and be all the same otherwise; then these decide."""
+WEIGHTS, BUFFERS = "weights", "buffers"
+"""The entries of a document with the checksums of all weights, and of all buffers of a stage, by name. Fingerprints may
+differ because one rank alone has written some, or those of another stage, and be all the same otherwise; then these
+decide."""
 
 _TAG = 1
 """The tag of messages with fingerprints; gradients have 0."""
@@ -222,13 +224,17 @@ def settle_differences(world: World, intent: StepDescription, engine: Document =
     calls = {rank: CallDescription(document[CALL]) for rank, document in enumerate(everyone)}
     if different := describe_mismatch(calls, remedy=_REMEDY):
         raise RankMismatchError(different)
-    weights = {rank: document.pop(WEIGHTS) for rank, document in enumerate(everyone) if WEIGHTS in document}
+    weights, buffers = (
+        {rank: document.pop(entry) for rank, document in enumerate(everyone) if entry in document}
+        for entry in (WEIGHTS, BUFFERS)
+    )
     differences = (
         tell_differences(everyone)
         or tell_differences([of_engine for _, of_engine in documents])
-        or _differences_of_weights(weights)
+        or _differences_of_values(WEIGHTS, weights)
+        or _differences_of_values(BUFFERS, buffers)
     )
-    if differences is None and weights:
+    if differences is None and (weights or buffers):
         return
     differences = differences or "their fingerprints differ, though the descriptions behind them look the same"
     raise RankMismatchError(
@@ -237,14 +243,14 @@ def settle_differences(world: World, intent: StepDescription, engine: Document =
     )
 
 
-def _differences_of_weights(everyone: Mapping[int, Mapping[str, str]]) -> str | None:
-    """Return the differences between the weights of ranks that have the same ones, as those of a stage; None if none.
+def _differences_of_values(entry: str, everyone: Mapping[int, Mapping[str, str]]) -> str | None:
+    """Return the differences between checksums of ranks that have those of the same tensors; None if there are none.
 
-    >>> _differences_of_weights({0: {"a": "01"}, 1: {"b": "02"}, 2: {"a": "01"}, 3: {"b": "03"}})
+    >>> _differences_of_values("weights", {0: {"a": "01"}, 1: {"b": "02"}, 2: {"a": "01"}, 3: {"b": "03"}})
     "weights differ at number 0: 'b = 02' on rank 1 and 'b = 03' on rank 3"
     """
     groups: dict[tuple[str, ...], dict[int, list[str]]] = defaultdict(dict)
     for rank, checksums in everyone.items():
         groups[tuple(checksums)][rank] = [f"{name} = {checksum}" for name, checksum in checksums.items()]
-    told = (tell_differences([{WEIGHTS: each} for each in group.values()], [*group]) for group in groups.values())
+    told = (tell_differences([{entry: each} for each in group.values()], [*group]) for group in groups.values())
     return next((each for each in told if each is not None), None)

@@ -7,7 +7,7 @@ objects as before: that is recognized by their identity, which costs a few micro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine import StepDescription, Trained
-from unisono.engine.consistency import WEIGHTS
+from unisono.engine.consistency import BUFFERS, WEIGHTS
 from unisono.engine.description import (
     PLAIN,
     describe_groups,
@@ -84,6 +84,7 @@ class StepFingerprint:
         call: int,
         options: str = "",
         written: Mapping[str, str] = MappingProxyType({}),
+        buffers: Callable[[], Mapping[str, str]] | None = None,
         weights: WeightComparison | None = None,
     ) -> StepDescription:
         """Describe what a step is about to do.
@@ -95,6 +96,7 @@ class StepFingerprint:
             call: Counts the steps taken with its batch before.
             options: How the step differs from a plain one.
             written: The buffers that the loop has written since the last step, with their digests.
+            buffers: Returns digests of the buffers of this rank, where others have those of other stages.
             weights: Finds the weights that it has written, where each rank has a copy of its own.
         """
         values = self._present()
@@ -113,7 +115,7 @@ class StepFingerprint:
             base = _number(repr((base, options, [*written.items()], [*rewritten.items()])).encode())
         # No hash, which takes longer: places near each other have different numbers, and that is what is needed.
         number = (base + epoch * _EPOCH + step * _STEP + call * _CALL) & _MASK
-        return StepDescription(number, partial(self._document, (epoch, step, call), options, written, weights))
+        return StepDescription(number, partial(self._document, (epoch, step, call), options, written, buffers, weights))
 
     def _remember(self, trained: Trained, values: list[Any], modes: list[bool]) -> None:
         if trained is not self._trained:
@@ -141,6 +143,7 @@ class StepFingerprint:
         place: tuple[int, int, int],
         options: str,
         written: Mapping[str, str],
+        buffers: Callable[[], Mapping[str, str]] | None,
         weights: WeightComparison | None,
     ) -> Document:
         epoch, step, call = place
@@ -154,7 +157,7 @@ class StepFingerprint:
             **describe_trained(self._modules),
             **describe_modes(self._modules),
             **describe_settings(self._modules),
-            "buffers written since the last step": [f"{name} = {sha[:8]}" for name, sha in written.items()],
+            **(_writes_of(written) if buffers is None else {BUFFERS: buffers()}),
             **({} if weights is None else {WEIGHTS: weights.describe()}),
         }
 
@@ -167,6 +170,10 @@ class StepFingerprint:
         for name, optimizer in self._optimizers.items():
             described |= describe_groups(optimizer, names, of=name)
         return described
+
+
+def _writes_of(written: Mapping[str, str]) -> Document:
+    return {"buffers written since the last step": [f"{name} = {sha[:8]}" for name, sha in written.items()]}
 
 
 def _digest(content: bytes) -> bytes:

@@ -236,7 +236,8 @@ class StepRunner:
                 step=batch.step,
                 call=call,
                 options=options.describe(),
-                written=self._buffers.written_outside() if isinstance(self._buffers, BufferTransaction) else {},
+                written=self._buffers.written_outside(),
+                buffers=self._buffers.describe if isinstance(self._buffers, StagedBuffers) else None,
                 weights=self._weights,
             )
             # Before ranks wait for what others send.

@@ -12,6 +12,7 @@ from unisono.engine.staged.stage_map import StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tree_all_reduce import MakeAllReduce
+from unisono.state.digest import digest
 
 __all__ = ["StagedBuffers"]
 
@@ -36,7 +37,7 @@ class StagedBuffers:
         *,
         virtual_ranks: int,
     ) -> None:
-        self._models, self._ownership = models, ownership
+        self._models, self._ownership, self._replicas = models, ownership, ranks.replicas
         self.stages = {
             stage: BufferTransaction(models, column, make_all_reduce(stage), virtual_ranks=virtual_ranks)
             for stage, column in ranks.columns.items()
@@ -50,6 +51,23 @@ class StagedBuffers:
         for stage, transaction in self.stages.items():
             names = None if known is None else {name for name, owner in known.buffers.items() if owner == stage}
             transaction.restrict(names)
+
+    def written_outside(self) -> dict[str, str]:
+        """See `BufferTransaction`; nothing where no other rank has the same buffers."""
+        if self._replicas == 1:
+            return {}
+        return {path: sha for each in self.stages.values() for path, sha in each.written_outside().items()}
+
+    def describe(self) -> dict[str, str]:
+        """Return a digest of each persistent buffer of the stages of this rank, or of all before these are known."""
+        known, found = self._ownership.map, {}
+        for prefix, root in self._models.items():
+            for path, module in root.named_modules():
+                for member in module._buffers.keys() - module._non_persistent_buffers_set:
+                    name = prefix + member_name(path, member)
+                    if known is None or known.buffers.get(name) in self.stages:
+                        found[name] = digest({"": module._buffers[member]})[:8]
+        return dict(sorted(found.items()))
 
     def connect(self, make_all_reduce: Callable[[int], MakeAllReduce]) -> None:
         """Sum over the ranks that there are now; see `BufferTransaction`."""
