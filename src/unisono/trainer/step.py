@@ -247,8 +247,8 @@ class StepRunner:
             if self._run.exchange is not None:
                 self._run.exchange.compare_first(self._comparison)
         self._shares.prepare(loss_fn, batch)
-        if self._weights is not None and not self._weights.is_known:
-            self._weights = self._compared_weights()  # ranks may have some of the parameters only by now
+        if self._run.is_cut and self._weights is not None and not self._weights.is_known:
+            self._weights = self._compared_weights()  # by now, this rank may have those of its stages alone
         self._engine.start(step, self._trained, leaves=leaves)
         if self._run.virtual_ranks > 1:
             self._attributes.begin()
