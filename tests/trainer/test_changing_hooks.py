@@ -134,7 +134,11 @@ except UnisonoError as error:
 """
 
 
-@pytest.mark.parametrize("mode", MODES)
+def soak(value):
+    return pytest.param(value, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("mode", ["shared", "collective", soak("fp16"), soak("stages")])
 def test_a_hook_that_changes_gradients_is_refused_on_several_ranks(run_alone, mode):
     said = run_alone(2, SCRIPT.format(change="p.grad.mul_(0.5)", ranks=(0, 1), options=MODES[mode][1]))
     refused = [text for text in said if "a hook of AdamW has changed the gradient of" in text]
@@ -142,7 +146,7 @@ def test_a_hook_that_changes_gradients_is_refused_on_several_ranks(run_alone, mo
     assert all(text in refused or text.startswith("PeerError") for text in said)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["shared", soak("collective"), soak("fp16"), soak("stages")])
 def test_a_hook_of_one_rank_alone_that_reads_changes_nothing(run_alone, mode):
     options = MODES[mode][1]
     plain = run_alone(1, SCRIPT.format(change="pass", ranks=(), options=options))
@@ -155,7 +159,7 @@ def test_a_hook_of_one_rank_alone_that_changes_gradients_ends_the_others_where_w
     assert said[0].startswith("PeerError")
 
 
-@pytest.mark.parametrize("options", ["by=['0', '2']", "zero=1"])
+@pytest.mark.parametrize("options", ["by=['0', '2']", soak("zero=1")])
 def test_hooks_that_find_no_gradients_in_shards_are_warned_of_once(run_alone, options):
     shard = f"engine='auto', parallel=unisono.parallel.Shard({options})"
     script = SCRIPT.format(change="1 / 0", ranks=(0, 1), options=shard)

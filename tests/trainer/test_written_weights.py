@@ -35,23 +35,36 @@ def script(layout, *, writers=(), hooks=(), readers=()):
     return SCRIPT.format(options=LAYOUTS[layout][1], writers=writers, hooks=hooks, readers=readers)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_that_one_rank_alone_writes_are_an_error_on_all(run_alone, layout):
-    n, _ = LAYOUTS[layout]
-    for writer in (0, n - 1):
-        said = run_alone(n, script(layout, writers=(writer,)))
-        told = "RankMismatchError 2 ranks differ: weights differ at number 0: '"
-        assert all(text.startswith(told) and f"on rank {writer}" in text for text in said), said
+def soak(*values):
+    return pytest.param(*values, marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "writer"),
+    [
+        ("zero=1", 0),
+        ("stages", 3),
+        soak("replicas", 1),
+        soak("zero=1", 1),
+        soak("stages", 0),
+        soak("stages, zero=1", 0),
+        soak("stages, zero=1", 3),
+    ],
+)
+def test_weights_that_one_rank_alone_writes_are_an_error_on_all(run_alone, layout, writer):
+    said = run_alone(LAYOUTS[layout][0], script(layout, writers=(writer,)))
+    told = "RankMismatchError 2 ranks differ: weights differ at number 0: '"
+    assert all(text.startswith(told) and f"on rank {writer}" in text for text in said), said
+
+
+@pytest.mark.parametrize("layout", ["zero=1", "stages", soak("replicas"), soak("stages, zero=1")])
 def test_weights_that_all_ranks_write_are_those_of_one_rank(run_alone, layout):
     n, _ = LAYOUTS[layout]
     ranks = tuple(range(n))
     assert run_alone(n, script(layout, writers=ranks)) == run_alone(1, script(layout, writers=ranks)) * n
 
 
-@pytest.mark.parametrize("layout", ["replicas", "zero=1"])
+@pytest.mark.parametrize("layout", ["replicas", soak("zero=1")])
 def test_a_hook_after_the_step_that_writes_weights_on_one_rank_alone_is_found(run_alone, layout):
     ranks = (0, 1)
     assert run_alone(2, script(layout, hooks=ranks)) == run_alone(1, script(layout, hooks=ranks)) * 2
@@ -59,13 +72,13 @@ def test_a_hook_after_the_step_that_writes_weights_on_one_rank_alone_is_found(ru
     assert all(text.startswith("RankMismatchError 1 ranks differ: weights differ at number 0: ") for text in said)
 
 
-@pytest.mark.parametrize("layout", ["replicas", "stages"])
+@pytest.mark.parametrize("layout", ["replicas", soak("stages")])
 def test_a_hook_after_the_step_of_one_rank_alone_that_writes_nothing_is_none_of_it(run_alone, layout):
     n, _ = LAYOUTS[layout]
     assert run_alone(n, script(layout, readers=(1,))) == run_alone(1, script(layout)) * n
 
 
-@pytest.mark.parametrize("writers", [(0,), (2,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("writers", [(2,), (0, 1, 2, 3), soak((0,))])
 def test_buffers_of_a_stage_that_not_all_replicas_write_are_an_error_on_all(run_alone, writers):
     scaled = """
 class Scaled(nn.Linear):
