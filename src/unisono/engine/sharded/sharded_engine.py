@@ -9,7 +9,7 @@ as much memory, and more traffic.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -341,7 +341,7 @@ def update_parts(engines: Sequence[ShardedEngine], scaler: torch.amp.GradScaler 
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         if is_hooked(optimizer):
             run = with_hooks(optimizer, run)
-    trained = [engine._trained for engine in engines]
-    names, parameters = (tuple(itertools.chain.from_iterable(each)) for each in zip(*trained, strict=True))
-    with refuse_changed_gradients(first._optimizers, Trained(names, parameters)):
+    with contextlib.ExitStack() as guards:
+        for engine in engines:
+            guards.enter_context(refuse_changed_gradients(first._optimizers, engine._trained))
         run()
