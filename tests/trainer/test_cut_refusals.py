@@ -24,7 +24,8 @@ MESSAGES = {
     "no pipeline": "TypeError: parallel='layers.2' is a str; give unisono.parallel.Pipeline(stages=[...])",
     "no schedule": "ValueError: schedule='1b1f' must be one of 'auto', 'gpipe', '1f1b', 'eager-1f1b', 'interleaved'",
     "replicas": "ValueError: 2 stages cannot be divided evenly among 2 ranks for 3 replicas: start 6 ranks, or",
-    "zero": "ValueError: zero=3 must be 1, which divides the optimizer's state of stages over replicas, or None",
+    "zero": "ValueError: zero=2 must be 1, which divides the optimizer's state of stages over replicas, 3, which",
+    "zero and its schedule": 'ValueError: schedule="1f1b" with zero=3 would bring the weights of a stage together for',
     "zero of Adafactor": "ValueError: Adafactor cannot be divided over ranks: it is not known to treat each element of",
     "zero of a view": "ValueError: Pipeline(zero=1) lets each rank have a part of each parameter's memory, and "
     "parameter 'head.weight' is not dense in memory",

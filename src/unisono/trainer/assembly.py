@@ -75,7 +75,7 @@ from unisono.trainer.worker_gathering import SYNC_GROUP, WorkerGathering, owner_
 
 __all__ = ["assemble"]
 
-_NO_OTHER_PART = "with Pipeline(zero=1), the part of the optimizer's state of a rank that dies is nowhere else"
+_NO_OTHER_PART = "with Pipeline(zero={}), the part of {} of a rank that dies is nowhere else"
 _NO_COPIES = (
     "a model that is cut over ranks dies with the rank that has a part of it, unless all ranks are on one host and "
     "compute on CPUs: then they keep the parts for each other in shared memory"
@@ -244,7 +244,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     )
     averages = start_averages(modules, settings.ema_decay)
     divided_average: DividedAverage | None = None
-    if isinstance(cut, DividedModel) and averages and not cut.division.grid.keeps_weights:
+    if isinstance(cut, DividedModel) and averages and not cut.division.keeps_weights:
         (average,) = averages.values()
         divided_average = DividedAverage(cut, average.module)
     others: dict[str, Stateful] = {f"stateful/{name}": each for name, each in settings.stateful.items()}
@@ -322,7 +322,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             commits=commits,
         )
         if recovery.is_joined and cut.divisions is not None:
-            recovery.refuse(_NO_OTHER_PART)
+            parts = (3, "the stage") if cut.divisions.divides_weights else (1, "the optimizer's state")
+            recovery.refuse(_NO_OTHER_PART.format(*parts))
         elif recovery.is_joined:
             commits.connect(base.runtime)
             if base.runtime is None or chosen.type != "cpu":

@@ -98,7 +98,7 @@ def cut_model(
 
     Raises:
         ValueError: There are several models, the model is placed, or compiled as a whole, the ranks cannot be divided
-            so, a name is not that of a submodule, or the state of an optimizer cannot be divided with zero=1.
+            so, a name is not that of a submodule, or the state of an optimizer cannot be divided with zero=1 or 3.
     """
     if len(modules) > 1:
         names = ", ".join(repr(name.removesuffix(".")) for name in modules)
@@ -115,14 +115,16 @@ def cut_model(
         )
     refuse_placed(model, "parallel=Pipeline(...) runs a model with one stage on each rank")
     find_blocks(model, pipeline.names or ())
-    if pipeline.zero == 1:
-        check_optimizers(optimizers.values(), argument="zero=1")
-        check_memory(model, "Pipeline(zero=1)")
+    if pipeline.zero is not None:
+        check_optimizers(optimizers.values(), argument=f"zero={pipeline.zero}")
+        check_memory(model, f"Pipeline(zero={pipeline.zero})")
     if world.size == 1:
         return None
     cut = CutModel(pipeline, model, world)
-    if pipeline.zero == 1 and cut.ranks.replicas > 1:
-        cut.divisions = StageDivisions(cut.ranks, cut.ownership, model, [*optimizers.values()])
+    if pipeline.zero is not None and cut.ranks.replicas > 1:
+        cut.divisions = StageDivisions(
+            cut.ranks, cut.ownership, model, [*optimizers.values()], divides_weights=pipeline.zero == 3
+        )
     return cut
 
 

@@ -70,14 +70,14 @@ def _read_weights(
     ranges: list[TensorRange] = []
     # By memory, since a tied parameter has several names.
     of_units = {p.untyped_storage()._cdata for unit in division.units for p in unit.parameters}
-    parameters = of_units if not division.grid.keeps_weights else set()
+    parameters = of_units if not division.keeps_weights else set()
     for name, tensor in tensors.items():
         if tensor.untyped_storage()._cdata not in parameters:
             if tensor.is_contiguous():
                 ranges.append(TensorRange(name, 0, tensor))
             else:
                 tensor.copy_(file.read_tensor(name))
-    if not division.grid.keeps_weights:
+    if not division.keeps_weights:
         for unit in division.units:
             for piece, place in unit.held_places():
                 i = piece.parameter

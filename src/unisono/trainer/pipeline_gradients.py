@@ -18,6 +18,7 @@ from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.pipeline.plan_cache import model_state
 from unisono.parallel.pipeline.runner import LossRoot
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
+from unisono.parallel.pipeline.stage_turns import StageTurns
 from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.step_gradients import Loss, StepGradients, StepOptions, model_stream
@@ -63,7 +64,8 @@ class PipelineGradients(StepGradients):
     def present(self, trained: Trained) -> Trained:
         """Return the parameters that this rank has memory for: all of them before the first step."""
         foreign = {plain_name(name) for name in self.cut.foreign}
-        pairs = [(name, p) for name, p in zip(*trained, strict=True) if name not in foreign]
+        apart = set[int]() if self.cut.divisions is None else self.cut.divisions.apart
+        pairs = [(name, p) for name, p in zip(*trained, strict=True) if name not in foreign and id(p) not in apart]
         return Trained(tuple(name for name, _ in pairs), tuple(p for _, p in pairs))
 
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
@@ -109,7 +111,8 @@ class PipelineGradients(StepGradients):
         self.losses = []
         if not self.values.is_empty:
             self.values.clear()
-        passes = _StepPasses(self, self._parts, batch, call)
+        turns = self.cut.turns(self.cut.model, backward=True)
+        passes = _StepPasses(self, self._parts, batch, call, turns)
 
         def forward(model: Any, items: Any) -> Any:
             with self._forward_context(passes.samples):
@@ -117,7 +120,10 @@ class PipelineGradients(StepGradients):
 
         inside = enter("the loss function")
         try:
-            self.cut.runner(self.cut.model).run(forward, [part.inputs for part in self._parts], self._plans, passes)
+            with turns:
+                inputs = [part.inputs for part in self._parts]
+                self.cut.runner(self.cut.model).run(forward, inputs, self._plans, passes)
+                turns.finish()
         finally:
             leave(inside)
             self._parts, self._plans = [], []
@@ -177,8 +183,16 @@ class PipelineGradients(StepGradients):
 class _StepPasses:
     """The passes of one step; see `runner.Passes`."""
 
-    def __init__(self, gradients: PipelineGradients, parts: Sequence[_GradientPart], batch: Batch, call: int) -> None:
+    def __init__(
+        self,
+        gradients: PipelineGradients,
+        parts: Sequence[_GradientPart],
+        batch: Batch,
+        call: int,
+        turns: StageTurns,
+    ) -> None:
         self._gradients, self._parts, self._batch, self._call = gradients, parts, batch, call
+        self.turn_to = turns.turn_to
         self._last_stage = gradients.cut.ranks.stages - 1
         self._roots: dict[int, Sequence[LossRoot]] = {}
         self._losses: dict[int, Tensor] = {}

@@ -9,6 +9,7 @@ from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.pipeline.plan_cache import model_state
+from unisono.parallel.pipeline.stage_turns import StageTurns
 from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.trainer.buffer_writes import BufferWrites
 from unisono.trainer.carried import CarriedStates
@@ -74,7 +75,7 @@ class SampleResults:
                 yield share, micro_batch, result
 
     def _of_divided(self, divided: DividedModel, batch: Batch) -> list[tuple[Share, MicroBatch, Any]]:
-        if divided.division.whole == "everywhere" or divided.division.grid.keeps_weights:
+        if divided.division.whole == "everywhere" or divided.division.keeps_weights:
             return list(self._of_whole(batch))
         # All results first: until the exchange has ended, other ranks wait for this one's part of the model.
         divided.division.exchange.begin()
@@ -84,7 +85,8 @@ class SampleResults:
         return results
 
     def _of_stages(self, cut: CutModel, batch: Batch) -> list[tuple[Share, MicroBatch, Any]]:
-        passes = _BatchPasses(batch, self._seed, last_stage=cut.ranks.stages - 1)
+        turns = cut.turns(self._models, backward=False)
+        passes = _BatchPasses(batch, self._seed, turns, last_stage=cut.ranks.stages - 1)
         inputs = [(to_device(micro_batch.items, self._run.device),) for _, _, micro_batch in passes.parts]
         inside = enter(self._what)
         try:
@@ -92,7 +94,9 @@ class SampleResults:
             cut.divide(self._function, first, micro_batches=len(inputs), loss_of=None)
             state = model_state(self._models)
             plans = [cut.plan(self._models, self._function, each, state) for each in inputs]
-            cut.runner(self._models).infer(self._function, inputs, plans, passes)
+            with turns:
+                cut.runner(self._models).infer(self._function, inputs, plans, passes)
+                turns.finish()
         finally:
             leave(inside)
         return passes.results
@@ -101,8 +105,11 @@ class SampleResults:
 class _BatchPasses:
     """Forward passes of a batch; see `runner.Passes`."""
 
-    def __init__(self, batch: Batch, seed: Callable[[Batch, Share, int], None], *, last_stage: int) -> None:
+    def __init__(
+        self, batch: Batch, seed: Callable[[Batch, Share, int], None], turns: StageTurns, *, last_stage: int
+    ) -> None:
         self._batch, self._seed, self._last_stage = batch, seed, last_stage
+        self.turn_to = turns.turn_to
         self.parts = [(share, part, one) for share in batch.shares for part, one in enumerate(share.micro_batches)]
         self.results: list[tuple[Share, MicroBatch, Any]] = []
 

@@ -74,7 +74,12 @@ def engines_of_layout(
     if isinstance(cut, CutModel):
         staged = make_staged_engines(cut, engines, modules, virtual_ranks=virtual_ranks)
         return staged, StagedBuffers(
-            modules, cut.ranks, cut.ownership, staged.all_reduce_of, virtual_ranks=virtual_ranks
+            modules,
+            cut.ranks,
+            cut.ownership,
+            staged.all_reduce_of,
+            virtual_ranks=virtual_ranks,
+            parameters_move=cut.divisions is not None and cut.divisions.divides_weights,
         )
     if isinstance(cut, DividedModel):
         sharded = ShardedEngineFactory(
@@ -90,7 +95,7 @@ def engines_of_layout(
             world,
             sharded.all_reduce,
             virtual_ranks=virtual_ranks,
-            parameters_move=not cut.division.grid.keeps_weights,
+            parameters_move=not cut.division.keeps_weights,
         )
     return engines, BufferTransaction(
         modules,

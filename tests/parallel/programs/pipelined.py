@@ -44,6 +44,9 @@ class Passes:
     def __init__(self, last_stage):
         self.last_stage, self.results = last_stage, {}
 
+    def turn_to(self, stage, *, backward):
+        pass
+
     def begin_forward(self, stage, number):
         if stage == 0:
             begin(number)

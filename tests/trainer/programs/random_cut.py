@@ -124,8 +124,15 @@ def program(seed, ranks):
     # What follows changes no bit.
     if ranks > 1:
         rng = random.Random(f"{seed} {ranks}")
-        schedule, count = rng.choice(["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]), ranks
-        if schedule == "interleaved":
+        schedules = ["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "breadth-first", "breadth-first"]
+        schedule, count, replicas, zero = rng.choice(schedules), ranks, None, rng.choice([None, 1])
+        if schedule == "breadth-first":
+            zero = rng.choice([zero, 3, 3])
+            if ranks > 3 and ranks % 2 == 0:
+                replicas = 2
+            size = ranks // (replicas or 1)
+            count = size * min(rng.choice([1, 2, 3]), len(names) // size)
+        elif schedule == "interleaved":
             count = min(ranks * rng.choice([1, 2]), len(names) // ranks * ranks)
         elif ranks % 2 == 0 and rng.random() < 0.4:
             count = max(2, ranks // 2)
@@ -133,7 +140,7 @@ def program(seed, ranks):
             return "cannot be cut"
         chosen = sorted(rng.sample(range(len(names)), count - 1))
         stages = count if rng.random() < 0.2 else [names[each] for each in chosen]
-        options["parallel"] = unisono.parallel.Pipeline(stages=stages, schedule=schedule)
+        options["parallel"] = unisono.parallel.Pipeline(stages=stages, schedule=schedule, replicas=replicas, zero=zero)
     trainer = unisono.Trainer(model, optimizer, progress=False, seed=seed, **options)
     found = []
     try:

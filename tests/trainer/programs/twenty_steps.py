@@ -92,6 +92,10 @@ LAYOUTS = {
     "interleaved_zero1": lambda layers: unisono.parallel.Pipeline(
         stages=[f"{layers}.0", f"{layers}.1", f"{layers}.2"], schedule="interleaved", replicas=2, zero=1
     ),
+    "stages2_zero3": lambda layers: unisono.parallel.Pipeline(stages=[f"{layers}.1"], zero=3),
+    "stages4_zero3": lambda layers: unisono.parallel.Pipeline(
+        stages=[f"{layers}.0", f"{layers}.1", f"{layers}.2"], replicas=2, zero=3
+    ),
     "stages3": lambda layers: unisono.parallel.Pipeline(stages=[f"{layers}.1", f"{layers}.2"]),
 }
 
@@ -104,6 +108,8 @@ DIVIDED = {
     "replicas": 1,
     "stages2_zero1": 2,
     "interleaved_zero1": 2,
+    "stages2_zero3": 2,
+    "stages4_zero3": 2,
 }
 """The number of ranks above which optimizers have no state of whole parameters."""
 

@@ -29,7 +29,7 @@ class Division:
         world: The ranks; one alone where its parts are kept in memory of the CPU.
         units: The units of the model, the same on all ranks.
         optimizers: The optimizers of the run.
-        grid: This rank's place.
+        grid: This rank's place. Some units may have another one, in which each rank keeps all weights.
         is_whole: False if the units are apart already, since the model was built in parts: then the run never becomes
             whole on all ranks by itself.
     """
@@ -45,6 +45,8 @@ class Division:
     ) -> None:
         self._world, self.units, self.grid = world, units, grid
         self.exchange = UnitExchange(world, units, grid)
+        self.keeps_weights = all(unit.keeps_weights for unit in units)
+        """True if each rank has the values of all parameters at any time."""
         self.whole: Literal["nowhere", "main", "everywhere"] = "everywhere"
         """Which ranks have the whole state. Equal on all of them. "main" is rank 0, whose copy may be dropped."""
         names = {id(p): name for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
@@ -68,7 +70,7 @@ class Division:
     @property
     def has_weights(self) -> bool:
         """True if this rank has the values of all parameters, at any time."""
-        return self.is_whole or self.grid.keeps_weights
+        return self.is_whole or self.keeps_weights
 
     def shards_of(self, optimizer: Optimizer) -> OptimizerShards:
         """Return the state of an optimizer."""
@@ -83,8 +85,8 @@ class Division:
             if keep:
                 self._shards[id(optimizer)].take()
             self._shards[id(optimizer)].clear()
-        if not self.grid.keeps_weights:
-            for unit in self.units:
+        for unit in self.units:
+            if not unit.keeps_weights:
                 if keep:
                     unit.keep()
                 if unit.is_together:
@@ -101,8 +103,8 @@ class Division:
         """
         for optimizer in self._optimizers:
             self._shards[id(optimizer)].clear()
-        if not self.grid.keeps_weights:
-            for unit in self.units:
+        for unit in self.units:
+            if not unit.keeps_weights:
                 unit.divide()
         self.whole = "nowhere"
         for each in self.beside:
@@ -129,12 +131,11 @@ class Division:
 
         Memory: the weights there. Traffic: each rank's part to each rank of its replica that lacks it.
         """
-        if self.grid.keeps_weights:
-            return
         wanted = range(self._world.size) if everywhere else (0,)
         missing = [rank for rank in wanted if not (self.whole == "main" and rank == 0)]
-        for number in range(len(self.units)):
-            self.exchange.gather(number, missing)
+        for number, unit in enumerate(self.units):
+            if not unit.keeps_weights:
+                self.exchange.gather(number, missing)
         for each in self.beside:
             each.join_weights(everywhere=everywhere)
 

@@ -84,7 +84,7 @@ class ShardedEngine(GradientAccumulation):
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap, streams=streams)
         self._world, self._division = world, division
-        self.copies_weights = division.grid.keeps_weights
+        self.copies_weights = division.keeps_weights
         self._optimizers = parts_of(optimizer)
         self._places: list[tuple[int, int]] = []
         """For each trained parameter, the number of its unit and its number in the unit."""
@@ -185,8 +185,8 @@ class ShardedEngine(GradientAccumulation):
     def _apply(self) -> None:
         division, found_inf = self._division, self._found_inf if self._scales_itself else None
         trained = [number for number, members in enumerate(self._members) if members]
-        if division.grid.keeps_weights:
-            for number in trained:
+        for number in trained:
+            if division.units[number].keeps_weights:
                 division.units[number].keep()
         for optimizer in self._optimizers:
             division.shards_of(optimizer).step(self._gradients, self._used_by_all, found_inf)

@@ -152,6 +152,11 @@ class ShardedUnit:
         self.is_together = True
         """True if the parameters have their values on this rank."""
 
+    @property
+    def keeps_weights(self) -> bool:
+        """True if each rank has all values of the parameters at any time."""
+        return self._grid.keeps_weights
+
     def kept_bytes(self, nbytes: int) -> Tensor:
         """Return memory for what this rank keeps, of zeros."""
         where = torch.device("cpu") if self._on_cpu else self.device

@@ -26,6 +26,7 @@ class StagedBuffers:
         ownership: Who has which buffer.
         make_all_reduce: Makes the all-reduce of the buffers of a stage.
         virtual_ranks: Shares of a whole batch.
+        parameters_move: See `BufferTransaction`.
     """
 
     def __init__(
@@ -36,10 +37,17 @@ class StagedBuffers:
         make_all_reduce: Callable[[int], MakeAllReduce],
         *,
         virtual_ranks: int,
+        parameters_move: bool = False,
     ) -> None:
         self._models, self._ownership, self._replicas = models, ownership, ranks.replicas
         self.stages = {
-            stage: BufferTransaction(models, column, make_all_reduce(stage), virtual_ranks=virtual_ranks)
+            stage: BufferTransaction(
+                models,
+                column,
+                make_all_reduce(stage),
+                virtual_ranks=virtual_ranks,
+                parameters_move=parameters_move,
+            )
             for stage, column in ranks.columns.items()
         }
         """The transaction of each stage of this rank."""

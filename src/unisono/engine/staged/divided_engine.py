@@ -50,6 +50,7 @@ class DividedStagedEngine(StagedEngine):
         overlap: bool,
     ) -> None:
         super().__init__(optimizer, ranks, {}, ownership)
+        self.copies_weights = not divisions.divides_weights
         self._divisions, self._modules = divisions, modules
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
         self._engines: dict[int, ShardedEngine] = {}

@@ -18,10 +18,12 @@ from unisono.errors import UnisonoError
 from unisono.parallel.pipeline.foreign import ForeignParameters
 from unisono.parallel.pipeline.mapping import map_stages
 from unisono.parallel.pipeline.pipeline import Pipeline
+from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.runner import PipelineRunner
 from unisono.parallel.pipeline.stage_division import divide, measure_places
 from unisono.parallel.pipeline.stage_link import NO_DELAY, StageLink, measure_link
 from unisono.parallel.pipeline.stage_plan import PipelinePlan, check_readers
+from unisono.parallel.pipeline.stage_turns import StageTurns
 from unisono.watch.event_kinds import PipelineFields
 
 __all__ = ["CutModel"]
@@ -58,7 +60,9 @@ class CutModel:
         self.before_release: Callable[[], None] | None = None
         """Called by all ranks together, before they give back memory while each has the present state of all stages."""
         self.divisions: StageDivisions | None = None
-        """The optimizers' state of this rank, with zero=1; None: each replica has all of it."""
+        """The state of this rank's stages, with zero=1 or 3; None: each replica has all of it."""
+        self._layouts: dict[str, TensorLayout] = {}
+        """The layouts of all parameters, from the first step on, where the memory of the rank's own comes and goes."""
         self._runners: dict[int, tuple[PipelineRunner, ForeignParameters]] = {}
         self._checked: dict[int, PipelinePlan] = {}
         """Plans that agree with the map of the first step, by id."""
@@ -76,7 +80,7 @@ class CutModel:
                 starts=self.starts,
                 schedule=self._schedule,
                 group=self.ranks.pipeline.group,
-                layouts=foreign.layouts,
+                layouts=self._layouts if self._divides_weights else foreign.layouts,
             )
             self._runners[id(model)] = runner, foreign
         return self._runners[id(model)][0]
@@ -84,6 +88,13 @@ class CutModel:
     def has_beside(self, averages: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Note the averages and the optimizers of the model, which have memory for all of its parameters, too."""
         self._averages, self._optimizers = list(averages), list(optimizers)
+        if self.divisions is not None and self._divides_weights:
+            for average in self._averages:
+                self.divisions.of(average)
+
+    @property
+    def _divides_weights(self) -> bool:
+        return self.divisions is not None and self.divisions.divides_weights
 
     def release(self) -> None:
         """Give back the memory of parameters that the stages of this rank do not use, before a step."""
@@ -147,10 +158,14 @@ class CutModel:
         return () if known is None else known[1].layouts
 
     def own_pairs(self, average: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """Return each parameter of an averaged model that has memory, and that of the model."""
-        foreign = self.foreign
+        """Return each parameter of an averaged model that has memory, or the part of it, and that of the model."""
+        foreign, divisions = self.foreign, self.divisions
+        apart = set[int]() if divisions is None else divisions.apart
         pairs = zip(average.parameters(), self.model.named_parameters(), strict=True)
-        return [(averaged, parameter) for averaged, (name, parameter) in pairs if name not in foreign]
+        found: list[tuple[Tensor, Tensor]] = [
+            (each, p) for each, (name, p) in pairs if name not in foreign and id(p) not in apart
+        ]
+        return found if divisions is None or not apart else found + divisions.pairs(average)
 
     def divide(
         self,
@@ -239,6 +254,16 @@ class CutModel:
             return None
         return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
 
+    def turns(self, model: nn.Module, *, backward: bool) -> StageTurns:
+        """Return what brings the weights of this rank's stages together for a step or a batch, where ranks divide them.
+
+        Args:
+            model: The model, or its average.
+            backward: True if backward passes follow.
+        """
+        divisions = None if self.divisions is None else self.divisions.of(model)
+        return StageTurns({} if divisions is None else divisions.of_stage, backward=backward)
+
     def plan(
         self, model: nn.Module, function: Callable[..., Any], inputs: Sequence[Any], state: Hashable = None
     ) -> PipelinePlan:
@@ -282,6 +307,8 @@ class CutModel:
             if difference := everyone[0].difference(other):
                 raise UnisonoError(f"the ranks have cut the model differently: {difference}.")
         self.ownership.map = everyone[0]
+        if self._divides_weights:
+            self._layouts.update({name: TensorLayout.of(p) for name, p in self.model.named_parameters()})
         return everyone[0]
 
     def _map(self, plan: PipelinePlan, model: nn.Module) -> StageMap:

@@ -13,7 +13,7 @@ from unisono.text import a_type
 
 __all__ = ["Pipeline", "ScheduleName"]
 
-ScheduleName: TypeAlias = Literal["auto", "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]
+ScheduleName: TypeAlias = Literal["auto", "gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "breadth-first"]
 
 _ONE_STAGE = frozenset({"gpipe", "1f1b", "eager-1f1b", "zero-bubble"})
 """The schedules with one stage on each rank."""
@@ -38,16 +38,20 @@ class Pipeline:
             keeps at most as many micro-batches as there are stages), "eager-1f1b" (up to twice as many are under way,
             so that messages travel while ranks compute), "zero-bubble" (gradients of weights are computed later, where
             a rank would wait, for some more computing and memory), "interleaved" (several stages on each rank, for
-            shorter waits; the number of stages is a multiple of the number of ranks of a replica), or "auto": "1f1b"
-            where each stage has a rank of its own, or "zero-bubble" or "eager-1f1b" if the number of stages is given
-            and that is faster by the measured times of passes and messages; otherwise "interleaved".
+            shorter waits; the number of stages is a multiple of the number of ranks of a replica), "breadth-first" (so,
+            too, and all micro-batches go through a stage before the rank turns to its next one), or "auto": with zero=3
+            "breadth-first"; otherwise "1f1b" where each stage has a rank of its own, or "zero-bubble" or "eager-1f1b"
+            if the number of stages is given and that is faster by the measured times of passes and messages; and
+            "interleaved" where ranks have several stages.
         replicas: Number of copies of the model, which divide the virtual ranks. None: one for each full set of ranks
             with a rank for each stage; with "interleaved", or fewer ranks than stages, one.
         memory_gib: The memory that the stages of a rank may take, in GiB, where the number of stages is given: for
             parameters, gradients and two averages of the optimizer, and for activations. None: 90 % of a GPU's memory,
             and any on a CPU.
-        zero: 1 divides the optimizer's state of each stage over its ranks, one of each replica; None: each replica has
-            all of it. (The number is that of Rajbhandari et al., "ZeRO", 2020.) On CPU ranks.
+        zero: 1 divides the optimizer's state of each stage over its ranks, one of each replica; 3 divides its weights
+            and gradients as well, which come together while micro-batches go through the stage, and needs
+            schedule="breadth-first" or "auto". None: each replica has all of it. (The numbers are those of Rajbhandari
+            et al., "ZeRO", 2020.)
 
     Raises:
         TypeError: stages are neither names nor a number.
@@ -58,7 +62,7 @@ class Pipeline:
     schedule: ScheduleName = "auto"
     replicas: int | None = None
     memory_gib: float | None = None
-    zero: Literal[1] | None = None
+    zero: Literal[1, 3] | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -83,10 +87,15 @@ class Pipeline:
         choice("schedule", self.schedule, ("auto", *SCHEDULES))
         if self.replicas is not None:
             whole("replicas", self.replicas, least=1)
-        if self.zero is not None and whole("zero", self.zero) != 1:
+        if self.zero is not None and whole("zero", self.zero) not in (1, 3):
             raise ValueError(
-                f"zero={self.zero} must be 1, which divides the optimizer's state of stages over replicas, or None: "
-                "weights and gradients of a stage are divided by more stages, or without stages by Shard()"
+                f"zero={self.zero} must be 1, which divides the optimizer's state of stages over replicas, 3, which "
+                "divides their weights and gradients as well, or None"
+            )
+        if self.zero == 3 and self.schedule not in ("auto", "breadth-first"):
+            raise ValueError(
+                f'schedule="{self.schedule}" with zero=3 would bring the weights of a stage together for each '
+                'micro-batch, or keep them together for the whole step: give schedule="breadth-first", or zero=1'
             )
 
     @property
@@ -148,6 +157,8 @@ class Pipeline:
         """
         if self.schedule != "auto":
             return (self.schedule,)
+        if self.zero == 3:
+            return ("breadth-first",)
         # GPipe is faster where messages take longer than passes, but keeps the activations of all micro-batches.
         return ("1f1b", "zero-bubble", "eager-1f1b") if ranks == self.num_stages else ("interleaved",)
 

@@ -43,6 +43,9 @@ _KEPT_FUNCTIONS = 16
 class Passes(Protocol):
     """The calls around the passes of a rank's stages, in the order of its schedule."""
 
+    def turn_to(self, stage: int, *, backward: bool) -> None:
+        """Note that a forward or backward pass of a stage comes next, before what it needs has arrived."""
+
     def begin_forward(self, stage: int, micro_batch: int) -> None:
         """Prepare a forward pass. On the first stage, it also seeds the generators."""
 
@@ -209,9 +212,15 @@ class PipelineRunner:
         plans: Sequence[PipelinePlan],
         passes: Passes,
     ) -> None:
-        """Run forward passes alone, one micro-batch after the other; see `run`."""
-        stages = range(self._rank, self.num_stages, self._ranks)
-        actions = [Action("forward", stage, number) for number in range(len(micro_batches)) for stage in stages]
+        """Run forward passes alone, one micro-batch after the other; see `run`.
+
+        With "breadth-first", all of them go through a stage before the rank turns to its next one.
+        """
+        stages, numbers = range(self._rank, self.num_stages, self._ranks), range(len(micro_batches))
+        if self._schedule == "breadth-first":
+            actions = [Action("forward", stage, number) for stage in stages for number in numbers]
+        else:
+            actions = [Action("forward", stage, number) for number in numbers for stage in stages]
         stage_ranks = tuple(stage % self._ranks for stage in range(self.num_stages))
         step = _Step(function, plans, stage_ranks)
         for action in self._with_receives(step, actions):
@@ -242,6 +251,7 @@ class PipelineRunner:
 
     def _forward(self, step: _Step, action: Action, inputs: Sequence[Any], passes: Passes) -> None:
         stage, routes = self._stage_of(step.plans[action.micro_batch], action.stage)
+        passes.turn_to(action.stage, backward=False)
         messages = self._receive(step, action, routes.values_from)
         states = [message.random_state for message in messages if message.random_state is not None]
 
@@ -262,6 +272,7 @@ class PipelineRunner:
 
     def _backward(self, step: _Step, action: Action, passes: Passes) -> None:
         stage, routes = self._stage_of(step.plans[action.micro_batch], action.stage)
+        passes.turn_to(action.stage, backward=True)
         gradients = Gradients()
         for message in self._receive(step, action, routes.gradients_from):
             for key, gradient in message.tensors.items():

@@ -4,7 +4,7 @@ In all schedules the passes of one stage ascend by micro-batch, forward and back
 
 GPipe is from Huang et al., 2019 (arXiv:1811.06965), 1F1B and its interleaved form from Narayanan et al., 2021
 (arXiv:2104.04473), zero-bubble (ZB-H1) from Qi et al., 2024 (arXiv:2401.10241), eager 1F1B from Zhuang et al., 2023
-(arXiv:2211.05322). Start reading at `make_schedule`.
+(arXiv:2211.05322), breadth-first from Lamy-Poirier, 2023 (arXiv:2211.05953). Start reading at `make_schedule`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ __all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "StageCost", "check_schedu
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight"]
 """A pass. A backward pass is whole, or in two parts: for the inputs, which an earlier stage needs, and for weights."""
 
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble", "breadth-first")
+_SEVERAL_STAGES = ("interleaved", "breadth-first")
+"""Those that can have several stages on a rank."""
 
 
 class Action(NamedTuple):
@@ -70,7 +72,7 @@ def make_schedule(name: str, *, ranks: int, micro_batches: int, stages_per_rank:
         name: One of `SCHEDULES`.
         ranks: Number of ranks of the pipeline. Stage s is on rank s modulo this number.
         micro_batches: Number of micro-batches of a step; 0 for a step without any.
-        stages_per_rank: More than 1 needs "interleaved".
+        stages_per_rank: More than 1 needs "interleaved" or "breadth-first".
 
     Raises:
         ValueError: There is no such schedule, or it cannot have several stages on a rank.
@@ -82,14 +84,16 @@ def make_schedule(name: str, *, ranks: int, micro_batches: int, stages_per_rank:
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r} must be one of {', '.join(map(repr, SCHEDULES))}")
-    if stages_per_rank > 1 and name != "interleaved":
+    if stages_per_rank > 1 and name not in _SEVERAL_STAGES:
         raise ValueError(
             f"schedule={name!r} has one stage on each rank, and there are {ranks * stages_per_rank} stages on {ranks} "
-            f'ranks: give schedule="interleaved"'
+            f'ranks: give schedule="interleaved" or "breadth-first"'
         )
     stage_ranks = tuple(stage % ranks for stage in range(ranks * stages_per_rank))
     if name == "interleaved":
         found = [_interleaved(rank, ranks, stages_per_rank, micro_batches) for rank in range(ranks)]
+    elif name == "breadth-first":
+        found = [_breadth_first(rank, ranks, stages_per_rank, micro_batches) for rank in range(ranks)]
     elif name == "zero-bubble":
         found = [_zero_bubble(rank, ranks, micro_batches) for rank in range(ranks)]
     else:
@@ -117,6 +121,13 @@ def _alternate(forward: Sequence[Action], backward: Sequence[Action], most: int)
     for number, action in enumerate(backward):
         found += [action, *forward[most + number : most + number + 1]]
     return found
+
+
+def _breadth_first(rank: int, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Action]:
+    # All micro-batches go through a stage before the rank turns to another one, so its weights are needed for a moment.
+    stages = range(rank, rank + ranks * stages_per_rank, ranks)
+    found = [action for stage in stages for action in _passes("forward", stage, micro_batches)]
+    return found + [action for stage in stages[::-1] for action in _passes("backward", stage, micro_batches)]
 
 
 def _interleaved(rank: int, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Action]:

@@ -243,6 +243,9 @@ class _CallPasses:
         self.results: list[Any] = [None] * count
         self.losses: list[float] = [math.nan] * count
 
+    def turn_to(self, stage: int, *, backward: bool) -> None:
+        """Nothing comes together: this rank has the weights of its stages."""
+
     def begin_forward(self, stage: int, micro_batch: int) -> None:
         if not stage and self._seed is not None:
             set_generators(derive_key(self._seed, "pipeline", micro_batch))

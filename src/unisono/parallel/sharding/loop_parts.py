@@ -275,7 +275,7 @@ def _places(model: nn.Module, division: Division | None) -> dict[str, list[_Plac
     """Return where this rank keeps weights, by parameter."""
     if division is None:
         whole = [(name, p, dense_strides(p)) for name, p in _named(model).items()]
-    elif division.grid.keeps_weights:
+    elif division.keeps_weights:
         whole = [
             found for unit in division.units for found in zip(unit.names, unit.parameters, unit.strides, strict=True)
         ]

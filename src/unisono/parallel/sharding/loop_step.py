@@ -103,7 +103,7 @@ class LoopSteps:
             world,
             partial(group_all_reduce, world, None),
             virtual_ranks=world.size,
-            parameters_move=divided is not None and not divided.division.grid.keeps_weights,
+            parameters_move=divided is not None and not divided.division.keeps_weights,
         )
         if scaler is not None:  # a rank without a loss scales none, but must unscale like the others
             scaler.scale(torch.zeros((), device=next(model.parameters()).device))
