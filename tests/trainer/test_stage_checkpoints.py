@@ -82,6 +82,7 @@ def run(fork_ranks, tmp_path):
         (2, "Pipeline(stages=2)", "two"),
         (4, "Pipeline(stages=2, replicas=2)", "one"),
         (4, "Pipeline(stages=2, replicas=2, zero=1)", "two"),
+        (4, "Pipeline(stages=4, replicas=2, zero=3)", "two"),
         (2, "Pipeline(stages=4, schedule='interleaved')", "one"),
         pytest.param(3, "Pipeline(stages=3)", "one", marks=pytest.mark.soak),
         pytest.param(4, "Pipeline(stages=4)", "two", marks=pytest.mark.soak),

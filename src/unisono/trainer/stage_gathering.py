@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from unisono.collectives.world import World
-from unisono.engine.staged import StagedBuffers, StageMap
+from unisono.engine.staged import StagedBuffers, StageDivisions, StageMap
 from unisono.errors import UnisonoError
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.gathering import gather_state
 from unisono.state.codec import decode, encode
 from unisono.state.tensor_groups import TensorGroups, broadcast_groups
-from unisono.trainer.part_saving import PartPlace, PartSaving
+from unisono.trainer.divided_stage_parts import DividedStageContents, DividedStageTable, divided_stage_table
+from unisono.trainer.part_saving import PartContents, PartPlace, PartSaving
 from unisono.trainer.restoration import put_optimizer_state
 from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
 from unisono.trainer.stage_commits import StageCommits
@@ -54,17 +55,16 @@ class StageGathering:
         """True if no rank has the state of all stages, neither itself nor in shared memory. Equal on all ranks."""
         return self.needs_others and self._cut.ownership.whole == "nowhere"
 
-    def describe(self) -> StageTable:
-        """Return what the stages of this rank have. Every rank must call it.
-
-        Traffic: with zero=1, the optimizers' state of a stage, between the ranks that compute it.
-        """
-        self._gather_columns()
-        known = self._cut.ownership.map
+    def describe(self) -> StageTable | DividedStageTable:
+        """Return what the stages of this rank have, or its part of that."""
+        known, divisions = self._cut.ownership.map, self._cut.divisions
         assert known is not None
-        return own_stage_table(self._subjects, partial(self._is_own, known))
+        is_own = partial(self._is_own, known)
+        if divisions is not None and self._is_apart(divisions):
+            return divided_stage_table(self._subjects, divisions, is_own)
+        return own_stage_table(self._subjects, is_own)
 
-    def contents(self, tables: Sequence[StageTable], place: PartPlace) -> StageContents:
+    def contents(self, tables: Sequence[Any], place: PartPlace) -> PartContents:
         """Return what is written to a checkpoint. Every rank must call it.
 
         Traffic: buffers that are in no state_dict, from the stages that have them to rank 0.
@@ -76,7 +76,14 @@ class StageGathering:
         for number, values in enumerate(transient):
             if number != ranks.place:
                 self._buffers.take(values)
+        divisions = self._cut.divisions
+        if divisions is not None and self._is_apart(divisions):
+            return DividedStageContents(ranks, self._world.rank, self._subjects, divisions, tables)
         return StageContents(ranks, self._world.rank, self._subjects, tables)
+
+    def _is_apart(self, divisions: StageDivisions) -> bool:
+        """Return True if no rank has all of its stages now. Equal on all ranks."""
+        return any(division.whole == "nowhere" for division in divisions.of_stage.values())
 
     def divide_again(self) -> None:
         """Do nothing; see `ShardGathering`."""
@@ -97,7 +104,7 @@ class StageGathering:
 
         Every rank must call it, if `needs_others` is True. Traffic: each rank then sends its part of
         the state to all others. Otherwise each rank that wants the state reads it. Memory: the state, where it is
-        wanted; with zero=1, each rank has all of its stages' until the next step.
+        wanted; where replicas divide it, each rank has all of its stages' until the next step.
 
         Args:
             everywhere: True to bring them to all ranks.
@@ -123,7 +130,7 @@ class StageGathering:
         ownership.whole = "everywhere" if everywhere else "main"
 
     def _gather_columns(self) -> None:
-        """Bring the optimizers' state of a stage together, if replicas divide it. Every rank must call it."""
+        """Bring the state of a stage together, if replicas divide it. Every rank must call it."""
         divisions = self._cut.divisions
         if divisions is not None:
             for stage, division in divisions.of_stage.items():

@@ -1,8 +1,9 @@
 """The state of a rank's stages, divided over the ranks that compute the same stage, one of each replica.
 
 `engine.sharded` does the work, with the ranks of a stage in the place of all ranks. Each of them has the weights of the
-stage, as with `zero=1` of a model that is not cut; or weights are divided as well, and come together while micro-batches
-go through the stage. Parameters that several stages use stay whole in either case: they are sent from stage to stage.
+stage, as with `zero=1` of a model that is not cut; or weights are divided as well, and come together while
+micro-batches go through the stage. Parameters that several stages use stay whole in either case: they are sent from
+stage to stage.
 """
 
 from __future__ import annotations
