@@ -72,7 +72,14 @@ def test_parts_of_ranks_change_no_bit(on_device, alone, ranks, by):
 
 @pytest.mark.parametrize(
     ("ranks", "schedule", "stages"),
-    [(2, "gpipe", "2"), (3, "auto", "auto3"), (4, "1f1b", "2"), (4, "zero-bubble", "4"), (2, "interleaved", "4")],
+    [
+        (2, "gpipe", "2"),
+        (3, "auto", "auto3"),
+        (4, "1f1b", "2"),
+        (4, "zero-bubble", "4"),
+        (2, "interleaved", "4"),
+        (4, "zero3", "4"),
+    ],
 )
 def test_stages_and_replicas_change_no_bit(on_device, alone, ranks, schedule, stages):
     whole = alone(PROGRAMS / "cut.py", "1f1b", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -17,7 +18,7 @@ def test_every_schedule_has_each_pass_once_and_ends(name):
     rng = random.Random(name)
     for ranks in (1, 2, 3, 4, 7):
         for micro_batches in (0, 1, 2, 3, 5, 8, 13):
-            per_rank = rng.randint(1, 3) if name == "interleaved" else 1
+            per_rank = rng.randint(1, 3) if name in ("interleaved", "breadth-first") else 1
             costs = [StageCost(*(rng.uniform(0.1, 3) for _ in range(3))) for _ in range(ranks * per_rank)]
             found = make_schedule(name, ranks=ranks, micro_batches=micro_batches, stages_per_rank=per_rank)
             check_schedule(found)
@@ -40,6 +41,8 @@ def test_steps_take_as_long_as_the_papers_say(ranks, rounds):
     assert duration("gpipe") == duration("1f1b") == duration("eager-1f1b") == duration("interleaved") == of_1f1b
     assert duration("interleaved", 2) == pytest.approx(work + 3 * (ranks - 1) / 2)
     assert duration("interleaved", 3) == pytest.approx(work + 3 * (ranks - 1) / 3)
+    assert duration("breadth-first", 2) == pytest.approx(work + 3 * (ranks - 1) / 2)
+    assert duration("breadth-first", 3) == pytest.approx(work + 3 * (ranks - 1) / 3)
     assert duration("zero-bubble") == work + (ranks - 1)
 
 
@@ -53,6 +56,14 @@ def test_schedules_hold_as_many_activations_as_their_papers_say():
     assert held("eager-1f1b") == (7, 5, 3, 1)
     assert held("interleaved", 2) == (11, 9, 7, 5)
     assert held("zero-bubble") == (4, 4, 4, 4)
+    assert held("breadth-first", 2) == (32, 32, 32, 32)
+
+
+def test_with_breadth_first_a_rank_turns_to_each_stage_once_in_each_direction():
+    made = make_schedule("breadth-first", ranks=2, micro_batches=3, stages_per_rank=2)
+    (_, of_last) = made.actions
+    turns = [key for key, _ in itertools.groupby(of_last, lambda action: action[:2])]
+    assert turns == [("forward", 1), ("forward", 3), ("backward", 3), ("backward", 1)]
 
 
 def test_transfers_and_waits_are_in_the_model():
@@ -80,7 +91,9 @@ def test_with_eager_1f1b_messages_travel_while_ranks_compute(ranks, transfer):
 def test_wrong_schedules_are_refused():
     with pytest.raises(ValueError, match="schedule='1F1B' must be one of 'gpipe', '1f1b', 'eager-1f1b'"):
         make_schedule("1F1B", ranks=2, micro_batches=4)
-    with pytest.raises(ValueError, match='there are 4 stages on 2 ranks: give schedule="interleaved"'):
+    with pytest.raises(
+        ValueError, match='there are 4 stages on 2 ranks: give schedule="interleaved" or "breadth-first"'
+    ):
         make_schedule("1f1b", ranks=2, micro_batches=4, stages_per_rank=2)
 
     made = make_schedule("1f1b", ranks=2, micro_batches=3)

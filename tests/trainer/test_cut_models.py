@@ -16,6 +16,7 @@ WAYS = [
     (4, "zero-bubble", 2, "checkpointed"),
     (1, "1f1b", 3, "mlp"),
     (2, "auto", "auto2", "language_model"),
+    (4, "zero3", 4, "residual"),
 ]
 """Each model meets one schedule in make test, with all of schedules, replicas and measured splits among them."""
 
@@ -45,6 +46,8 @@ def whole(fork_python):
         (4, "1f1b", 2),
         (4, "zero-bubble", 4),
         (4, "interleaved", "auto4"),
+        (4, "zero3", 2),
+        (4, "zero3", "auto4"),
         (3, "auto", "auto3"),
     ],
 )

@@ -41,6 +41,7 @@ MESSAGES = {
     "on_gradients": "ValueError: step(on_gradients=...) needs the whole model on each rank",
     "LBFGS": "ValueError: LBFGS computes the loss of the whole model at other weights",
     "digest": "UnisonoError: trainer.digest needs the whole model",
+    "a call in mid-run": "UnisonoError: Net was called in mid-run outside of the steps and evaluations of its pipeline",
     "collect": "ValueError: trainer.collect(name='collect') calls a function of the whole model",
     "sharded": "ValueError: sharded=True divides a dataset among ranks",
 }
@@ -55,6 +56,7 @@ OF_SEVERAL_RANKS = {
     "an attribute",
     "container",
     "digest",
+    "a call in mid-run",
 }
 
 

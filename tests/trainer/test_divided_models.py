@@ -58,6 +58,7 @@ def undisturbed(fork_python, tmp_path_factory):
             [(3, "block", 2), (1, "", 5), (3, "stages:1,3", 7), (4, "zero1:2", 8), (2, "1,2", None)],
             marks=pytest.mark.soak,
         ),
+        [(4, "zero3:1,2,3", 4), (2, "block", 5), (4, "zero3:2", None)],
     ],
 )
 def test_a_run_goes_on_with_another_division(fork_ranks, tmp_path, undisturbed, parts):
@@ -72,11 +73,10 @@ def test_a_run_goes_on_with_another_division(fork_ranks, tmp_path, undisturbed, 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("options", [[], ["best", "by_time"]])
-def test_stages_whose_replicas_divide_the_optimizer_save_and_load_in_mid_run(
-    fork_ranks, tmp_path, undisturbed, options
-):
+@pytest.mark.parametrize("how", ["zero1:2", "zero3:2", "zero3:1,2,3"])
+def test_stages_that_replicas_divide_save_and_load_in_mid_run(fork_ranks, tmp_path, undisturbed, how, options):
     """Weights are exported after step 3 and loaded after step 6."""
-    job = fork_ranks(4, RESUMABLE, tmp_path, "zero1:2", *options)
+    job = fork_ranks(4, RESUMABLE, tmp_path, how, *options)
     assert [job.lines(rank)[-1] for rank in range(4)] == [f"from 0 {undisturbed}"] * 4
 
 
@@ -93,10 +93,11 @@ def test_sigterm_saves_the_parts_of_all_ranks(run_ranks, fork_python, tmp_path, 
 
 
 @pytest.mark.soak
-def test_all_ranks_start_again_when_one_with_a_part_of_a_stage_dies(run_ranks, tmp_path, undisturbed):
-    job = run_ranks(4, RESUMABLE, tmp_path, "zero1:2", "die=5", flags=["--max-restarts", "1"])
+@pytest.mark.parametrize(("zero", "what"), [(1, "the optimizer's state"), (3, "the stage")])
+def test_all_ranks_start_again_when_one_with_a_part_of_a_stage_dies(run_ranks, tmp_path, undisturbed, zero, what):
+    job = run_ranks(4, RESUMABLE, tmp_path, f"zero{zero}:2", "die=5", flags=["--max-restarts", "1"])
     assert [job.lines(rank)[-1] for rank in range(4)] == [f"from 3 {undisturbed}"] * 4
-    assert "no rank can be replaced alone: with Pipeline(zero=1), the part of the optimizer's state" in job.said
+    assert f"no rank can be replaced alone: with Pipeline(zero={zero}), the part of {what} of a rank" in job.said
 
 
 @pytest.mark.parametrize("how", ["", pytest.param("build", marks=pytest.mark.soak)])

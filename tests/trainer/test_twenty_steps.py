@@ -12,7 +12,7 @@ LAYOUTS = [
     (1, "block"), (2, "block"), (3, "block"), (4, "block"), (2, "size"), (4, "size"), (2, "zero1"), (3, "zero1"),
     (2, "replicas"), (4, "replicas"), (2, "stages2"), (3, "stages3"), (4, "stages2"), (1, "stages3"),
     (3, "joined"), (4, "default"),
-    (2, "stages2_zero1"), (4, "stages2_zero1"), (4, "interleaved_zero1"),
+    (2, "stages2_zero1"), (4, "stages2_zero1"), (4, "interleaved_zero1"), (4, "stages2_zero3"), (4, "stages4_zero3"),
 ]  # fmt: skip
 
 

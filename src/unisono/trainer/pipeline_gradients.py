@@ -70,6 +70,7 @@ class PipelineGradients(StepGradients):
 
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
         """Plan the passes of a batch; in the first step, agree with all ranks on which stage has what."""
+        self.cut.refuse_writes(self.cut.model)
         self._parts = [
             _GradientPart(share, micro_batch, number, (to_device(micro_batch.items, self._run.device),))
             for share in batch.shares

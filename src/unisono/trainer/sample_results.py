@@ -85,6 +85,7 @@ class SampleResults:
         return results
 
     def _of_stages(self, cut: CutModel, batch: Batch) -> list[tuple[Share, MicroBatch, Any]]:
+        cut.refuse_writes(self._models)
         turns = cut.turns(self._models, backward=False)
         passes = _BatchPasses(batch, self._seed, turns, last_stage=cut.ranks.stages - 1)
         inputs = [(to_device(micro_batch.items, self._run.device),) for _, _, micro_batch in passes.parts]

@@ -1,7 +1,7 @@
 """Trains models that are cut over ranks; prints a digest of all results for each.
 
-Arguments: the schedule and the number of stages ("1" leaves models whole, "auto4" lets unisono find 4), then optionally
-names of cases.
+Arguments: the schedule, or "zero3" for two replicas that divide stages, and the number of stages ("1" leaves models
+whole, "auto4" lets unisono find 4), then optionally names of cases.
 """
 
 import contextlib
@@ -103,7 +103,8 @@ def train(name):
     parallel = None
     if stages > 1:
         names = stages if is_automatic else {2: starts[1:2], 3: starts[:2], 4: starts}[stages]
-        parallel = unisono.parallel.Pipeline(stages=names, schedule=schedule)
+        how = {"zero": 3, "replicas": 2} if schedule == "zero3" else {"schedule": schedule}
+        parallel = unisono.parallel.Pipeline(stages=names, **how)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=5, parallel=parallel, progress=False, seed=3, **options)
     several = isinstance(optimizer, dict)
     size = {} if name == "mlp" else {"micro_batch_size": 1}

@@ -72,6 +72,12 @@ def step(*model, function=loss, stages=two, options=None, **arguments):
     return trainer
 
 
+def called():
+    model = Net()
+    step(model)
+    return model(X)
+
+
 def two_models():
     models = {"a": Net(), "b": Net()}
     optimizer = torch.optim.SGD([p for each in models.values() for p in each.parameters()], lr=0.1)
@@ -113,6 +119,7 @@ CASES = {
     "on_gradients": lambda: step(options={"on_gradients": lambda model: None}),
     "LBFGS": lambda: step(optimizer=torch.optim.LBFGS),
     "digest": lambda: step().digest(),
+    "a call in mid-run": called,
     "collect": lambda: make(parallel=Pipeline(stages=two)).collect(lambda model: 0),
     "sharded": lambda: make(parallel=Pipeline(stages=two)).batches(Stream(), batch_size=16, sharded=True),
 }

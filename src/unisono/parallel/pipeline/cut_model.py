@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,23 @@ __all__ = ["CutModel"]
 
 
 _KEPT_PLANS = 256
+
+
+class _CutCallCheck:
+    """Checks each call of a model; a copy of it, such as that of a copied or pickled model, checks nothing."""
+
+    _cut: ref[CutModel] | None = None
+
+    def __init__(self, cut: CutModel) -> None:
+        self._cut = ref(cut)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        cut = None if self._cut is None else self._cut()
+        if cut is not None:
+            cut.check_call(module)
 
 
 class CutModel:
@@ -69,6 +87,22 @@ class CutModel:
         self._writers: dict[str, int] = {}
         self._readers: dict[str, dict[int, str]] = {}
         """Of buffers, in all of these plans: what a step modifies may be read in an evaluation."""
+        model.register_forward_pre_hook(_CutCallCheck(self))
+
+    def check_call(self, module: nn.Module) -> None:
+        """Refuse a call of the model, or of its average, where this rank lacks the weights of other stages.
+
+        Raises:
+            UnisonoError: No step and no evaluation is under way, and the model is cut.
+        """
+        has_all = self.ownership.has_all(is_main=self.ranks.pipeline.rank == 0)
+        if not has_all and not any(runner.is_running for runner, _ in self._runners.values()):
+            raise UnisonoError(
+                f"{type(module).__name__} was called in mid-run outside of the steps and evaluations of its pipeline, "
+                "where each rank has the weights of its own stages alone: use trainer.evaluate or trainer.predict (in "
+                "a loop of your own, forward of the stages), or call it once the weights are together, after the loop "
+                "over trainer.epochs (or gather)"
+            )
 
     def runner(self, model: nn.Module) -> PipelineRunner:
         """Return what runs a model of this form: the model itself, or its average."""
@@ -88,6 +122,8 @@ class CutModel:
     def has_beside(self, averages: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Note the averages and the optimizers of the model, which have memory for all of its parameters, too."""
         self._averages, self._optimizers = list(averages), list(optimizers)
+        for average in self._averages:
+            average.register_forward_pre_hook(_CutCallCheck(self))
         if self.divisions is not None and self._divides_weights:
             for average in self._averages:
                 self.divisions.of(average)
@@ -116,6 +152,27 @@ class CutModel:
             for name in self.foreign:
                 optimizer.state.pop(parameters[name], None)
         self.ownership.whole = "nowhere"
+
+    def refuse_writes(self, model: nn.Module) -> None:
+        """Refuse writes to parameters that no rank has as a whole, whose values would be lost.
+
+        All ranks look at all parameters, so that a write by all of them is an error on all.
+
+        Raises:
+            UnisonoError: There was one, with zero=3.
+        """
+        if not self._divides_weights or self.divisions is None:
+            return
+        apart = [d for d in self.divisions.of(model).of_stage.values() if not d.has_weights]
+        found = [name for division in apart for unit in division.units if (name := unit.written_apart()) is not None]
+        if apart and (other := self._runners[id(model)][1].written()) is not None:
+            found.append(other)
+        if found:
+            raise UnisonoError(
+                f"parameter {min(found)!r} was written to where each rank has no more than a part of it, so that the "
+                "values are lost (torch refuses that, except for fill_ and zero_): write to it before the first step "
+                "or after the loop over trainer.epochs, or by trainer.load"
+            )
 
     def restore(self) -> None:
         """Give all parameters memory again, for values from other ranks."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import cmath
+import math
 from collections.abc import Collection, Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from unisono.parallel.pipeline.placeholder import TensorLayout
 
@@ -14,8 +17,8 @@ __all__ = ["ForeignParameters"]
 class ForeignParameters:
     """The parameters of a model that this rank does not use.
 
-    Without memory, a parameter is one zero that is expanded to its shape: it can be looked at, and a write to it is an
-    error of torch.
+    Without memory, a parameter is one NaN that is expanded to its shape, or 0 if it has whole numbers: it can be looked
+    at, and a write to it is an error of torch, but for `fill_` and `zero_`.
 
     Args:
         model: The model, whole.
@@ -33,6 +36,8 @@ class ForeignParameters:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
         self._layouts: dict[str, TensorLayout] = {}
+        self._numbers: dict[str, tuple[Tensor, int]] = {}
+        """The number of which each parameter without memory consists, and the parameter's version when it lost it."""
 
     @property
     def layouts(self) -> Mapping[str, TensorLayout]:
@@ -44,10 +49,29 @@ class ForeignParameters:
         for name, parameter in self._parameters.items():
             if name not in own and name not in self._layouts:
                 self._layouts[name] = TensorLayout.of(parameter)
-                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+                number = torch.full((), _fill_of(parameter), dtype=parameter.dtype, device=parameter.device)
+                parameter.data = number.expand(parameter.shape)
+                self._numbers[name] = number, parameter._version
 
     def restore(self) -> None:
         """Give parameters memory again, with any values."""
         for name, layout in self._layouts.items():
             self._parameters[name].data = layout.allocate()
         self._layouts.clear()
+        self._numbers.clear()
+
+    def written(self) -> str | None:
+        """Return the name of a parameter without memory that was written to, and drop all such values; or None."""
+        found = None
+        for name, (number, version) in self._numbers.items():
+            parameter, value = self._parameters[name], number.item()
+            fill = _fill_of(parameter)
+            if not (value == fill or (cmath.isnan(fill) and cmath.isnan(value))) or parameter._version != version:
+                number.fill_(fill)
+                self._numbers[name] = number, parameter._version
+                found = found or name
+        return found
+
+
+def _fill_of(parameter: Tensor) -> float:
+    return math.nan if parameter.is_floating_point() or parameter.is_complex() else 0.0

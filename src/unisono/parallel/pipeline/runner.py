@@ -7,6 +7,7 @@ at `PipelineRunner.run`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -142,6 +143,8 @@ class PipelineRunner:
         self._schedule = schedule
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
         self._stages: dict[tuple[int, int], tuple[Stage, StageRoutes]] = {}
+        self.is_running = False
+        """True while passes run."""
         self._waits: dict[tuple[str, int], Wait] = {}
         """By what is called and the other rank of the pipeline."""
         self.connect(group)
@@ -195,15 +198,16 @@ class PipelineRunner:
         schedule = self._schedule_for(len(micro_batches))
         actions = schedule.actions[self._rank]
         step = _Step(function, plans, schedule.stage_ranks)
-        for action in self._with_receives(step, actions):
-            if action.kind == "forward":
-                self._forward(step, action, micro_batches[action.micro_batch], passes)
-            elif action.kind == "backward_weight":
-                self._backward_weight(step, action, passes)
-            else:
-                self._backward(step, action, passes)
-            step.sends = [each for each in step.sends if not each.is_over]
-        step.finish_sends()
+        with self._running():
+            for action in self._with_receives(step, actions):
+                if action.kind == "forward":
+                    self._forward(step, action, micro_batches[action.micro_batch], passes)
+                elif action.kind == "backward_weight":
+                    self._backward_weight(step, action, passes)
+                else:
+                    self._backward(step, action, passes)
+                step.sends = [each for each in step.sends if not each.is_over]
+            step.finish_sends()
 
     def infer(
         self,
@@ -223,11 +227,20 @@ class PipelineRunner:
             actions = [Action("forward", stage, number) for number in numbers for stage in stages]
         stage_ranks = tuple(stage % self._ranks for stage in range(self.num_stages))
         step = _Step(function, plans, stage_ranks)
-        for action in self._with_receives(step, actions):
-            self._forward(step, action, micro_batches[action.micro_batch], passes)
-            step.passes.clear()
-            step.sends = [each for each in step.sends if not each.is_over]
-        step.finish_sends()
+        with self._running():
+            for action in self._with_receives(step, actions):
+                self._forward(step, action, micro_batches[action.micro_batch], passes)
+                step.passes.clear()
+                step.sends = [each for each in step.sends if not each.is_over]
+            step.finish_sends()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.is_running = True
+        try:
+            yield
+        finally:
+            self.is_running = False
 
     def _parameter_layouts(self) -> dict[str, TensorLayout]:
         named = self._model.named_parameters()

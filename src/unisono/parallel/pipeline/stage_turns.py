@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import NamedTuple
 
 from unisono.engine.sharded import Division
-from unisono.errors import UnisonoError
 
 __all__ = ["StageTurns"]
 
@@ -44,16 +43,9 @@ class StageTurns:
         """The number of turns that have begun."""
 
     def __enter__(self) -> StageTurns:
-        """Refuse writes to weights that are apart; outside of a step, begin the exchanges."""
-        for division in self._of_stage.values():
-            found = [name for unit in division.units if (name := unit.written_apart()) is not None]
-            if found:
-                raise UnisonoError(
-                    f"parameter {found[0]!r} was written to where this rank has no more than a part of it, so that the "
-                    "values are lost (torch refuses that, except for fill_ and zero_): write to it before the first "
-                    "step or after the loop over trainer.epochs, or by trainer.load"
-                )
-            if not self._is_step:
+        """Outside of a step, begin the exchanges."""
+        if not self._is_step:
+            for division in self._of_stage.values():
                 division.exchange.begin()
         return self
 
