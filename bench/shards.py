@@ -3,7 +3,8 @@
 Memory: the peak of a process in mid-run, above what it took before there was a model, of the rank that has most; 4
 ranks with a virtual rank each, jobs of their own. It is that of weights, gradients, optimizer and all that a step needs
 besides. The peer is `Trainer(engine="collective")`, which keeps the whole model on each rank. A rank with shards should
-take at most 0.4 times as much; `zero=1` and `replicas=2` divide less, so they have no goal. A save is `trainer.save`
+take at most 0.4 times as much, and so should one of a pipeline with `zero=3` and two stages on each rank; `zero=1` and
+`replicas=2` divide less, so they have no goal. A save is `trainer.save`
 in the background and another one after it, and a resume is the making of a Trainer that finds a checkpoint: each may
 take the rank's own part of weights and averages, and 64 MB, above what the process had before. A start is
 `unisono.parallel.build` and the making of a Trainer; it may take the rank's own part of weights, and 64 MB. The model
@@ -36,7 +37,7 @@ from bench.models import Subject, optimizer_of
 from bench.ranks import run_ranks
 from bench.rows import Goal, Row, summarise
 from bench.sides import ByHand, OneMicroBatch, TrainerSide, check_equal
-from unisono.parallel import Shard, build, shard
+from unisono.parallel import Pipeline, Shard, build, shard
 
 __all__ = ["run"]
 
@@ -49,6 +50,12 @@ _DIVISIONS: dict[str, tuple[dict[str, Any], Goal | None]] = {
     "zero=1": ({"zero": 1}, None),
     "replicas=2": ({"replicas": 2}, None),
 }
+_STAGES: dict[str, tuple[int, int | None, Goal | None]] = {
+    "2 stages x 2": (2, None, None),
+    "2 stages x 2, zero=1": (2, 1, None),
+    "4 stages x 2, zero=3": (4, 3, _MEMORY_GOAL),
+}
+"""Pipelines of two replicas: the number of stages, and what replicas divide."""
 _STEPS = 3
 """Steps before memory is looked at, and steps in which it is."""
 
@@ -65,6 +72,10 @@ def run(effort: Effort) -> Iterator[Row]:
             yield _beside(mid_run, whole, None if effort.quick else goal)
             for row in save:
                 yield _beside(row, whole_save, part)
+        for name, (stages, zero, goal) in _STAGES.items():
+            starts = [str(blocks // stages * number) for number in range(1, stages)]
+            (row,) = run_ranks(_memory, 4, width, blocks, {"stages": starts, "replicas": 2, "zero": zero}, name, None)
+            yield _beside(row, whole, None if effort.quick else goal)
         (whole_resume,) = run_ranks(_resume, 4, width, blocks, None, "whole", f"{folder}/whole")
         (resume,) = run_ranks(_resume, 4, width, blocks, {}, _DEFAULT, f"{folder}/parts")
         yield _beside(resume, whole_resume, part)
@@ -170,7 +181,9 @@ def _side(
     subject, ranks = _subject(width, blocks), dist.get_world_size()
     if model is not None:
         subject = replace(subject, build=lambda: model)
-    division: dict[str, Any] = {"engine": "collective"} if options is None else {"parallel": Shard(**options)}
+    division: dict[str, Any] = {"engine": "collective"}
+    if options is not None:
+        division = {"parallel": Pipeline(**options) if "stages" in options else Shard(**options)}
     return TrainerSide(subject, virtual_ranks=ranks, shares=ranks, directory=folder, **division)
 
 
