@@ -114,7 +114,7 @@ class CutModel:
                 starts=self.starts,
                 schedule=self._schedule,
                 group=self.ranks.pipeline.group,
-                layouts=self._layouts if self._divides_weights else foreign.layouts,
+                layouts=foreign.layouts if self._divided_weights is None else self._layouts,
             )
             self._runners[id(model)] = runner, foreign
         return self._runners[id(model)][0]
@@ -124,13 +124,14 @@ class CutModel:
         self._averages, self._optimizers = list(averages), list(optimizers)
         for average in self._averages:
             average.register_forward_pre_hook(_CutCallCheck(self))
-        if self.divisions is not None and self._divides_weights:
+        if (weights := self._divided_weights) is not None:
             for average in self._averages:
-                self.divisions.of(average)
+                weights.of(average)
 
     @property
-    def _divides_weights(self) -> bool:
-        return self.divisions is not None and self.divisions.divides_weights
+    def _divided_weights(self) -> StageDivisions | None:
+        """The weights of this rank's stages, if replicas divide them."""
+        return self.divisions if self.divisions is not None and self.divisions.divides_weights else None
 
     def release(self) -> None:
         """Give back the memory of parameters that the stages of this rank do not use, before a step."""
@@ -161,11 +162,11 @@ class CutModel:
         Raises:
             UnisonoError: There was one, with zero=3.
         """
-        if not self._divides_weights or self.divisions is None:
+        if (weights := self._divided_weights) is None:
             return
-        apart = [d for d in self.divisions.of(model).of_stage.values() if not d.has_weights]
+        apart = [d for d in weights.of(model).of_stage.values() if not d.has_weights]
         found = [name for division in apart for unit in division.units if (name := unit.written_apart()) is not None]
-        if apart and (other := self._runners[id(model)][1].written()) is not None:
+        if id(model) in self._runners and (other := self._runners[id(model)][1].written()) is not None:
             found.append(other)
         if found:
             raise UnisonoError(
@@ -318,8 +319,8 @@ class CutModel:
             model: The model, or its average.
             backward: True if backward passes follow.
         """
-        divisions = None if self.divisions is None else self.divisions.of(model)
-        return StageTurns({} if divisions is None else divisions.of_stage, backward=backward)
+        weights = self._divided_weights
+        return StageTurns({} if weights is None else weights.of(model).of_stage, backward=backward)
 
     def plan(
         self, model: nn.Module, function: Callable[..., Any], inputs: Sequence[Any], state: Hashable = None
@@ -364,7 +365,7 @@ class CutModel:
             if difference := everyone[0].difference(other):
                 raise UnisonoError(f"the ranks have cut the model differently: {difference}.")
         self.ownership.map = everyone[0]
-        if self._divides_weights:
+        if self._divided_weights is not None:
             self._layouts.update({name: TensorLayout.of(p) for name, p in self.model.named_parameters()})
         return everyone[0]
 
