@@ -108,3 +108,71 @@ def test_any_number_of_ranks_goes_on_from_the_parts_of_stages(run):
     assert run(3, "run", "Pipeline(stages=3)", steps=5)[0] == "after 3"
     assert run(1, "run", steps=6)[0] == "after 5"
     assert run(4, "run", "Pipeline(stages=2, replicas=2)") == ["after 6", sha]
+
+
+READER = """
+import sys
+import torch
+import unisono
+from unisono.parallel import Pipeline
+folder, parallel, steps, saves = sys.argv[1], sys.argv[2], int(sys.argv[3]), "saves" in sys.argv
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(8)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn(16, 64))
+loss = lambda model, batch: model(batch[0]).square().mean(1)
+trainer = unisono.Trainer(
+    model, optimizer, virtual_ranks=4, progress=False, directory=folder, ema_decay=0.5,
+    checkpoints=unisono.Checkpoints(every_steps=2, every_minutes=None), parallel=eval(parallel),
+)
+tensors = [*model.parameters(), *(each for state in optimizer.state.values() for each in state.values())]
+kept = sum(each.untyped_storage().nbytes() for each in tensors)
+if saves:
+    trainer.save()
+    trainer.export(folder + "/exported.safetensors")
+found = [trainer.evaluate(loss, data, batch_size=8, ema=ema) for ema in (False, True)] if trainer.steps_done else []
+for _ in trainer.epochs(9, max_steps=steps):
+    for batch in trainer.batches(data, batch_size=8):
+        found.append(float(trainer.step(loss, batch)))
+print(kept, found, trainer.digest())
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "part"),
+    [
+        (2, "Pipeline(stages=['4'])", 1 / 2),
+        (2, "Pipeline(stages=2)", 0.9),
+        pytest.param(4, "Pipeline(stages=['4'], zero=1)", 1 / 2 / 3, marks=pytest.mark.soak),  # the weights alone
+        (4, "Pipeline(stages=['2', '4', '6'], replicas=2, zero=3)", 0),
+    ],
+)
+def test_each_rank_reads_what_its_stages_have_if_these_are_the_same(fork_ranks, tmp_path, ranks, parallel, part):
+    (tmp_path / "program.py").write_text(READER)
+
+    def run(ranks, parallel, steps, *options):
+        job = fork_ranks(ranks, tmp_path / "program.py", tmp_path / "run", parallel, steps, *options)
+        lines = [job.lines(rank)[0].split(" ", 1) for rank in range(ranks)]
+        return [int(kept) for kept, _ in lines], {rest for _, rest in lines}
+
+    whole = 3 * 4 * 8 * (64 + 1) * 64
+    run(ranks, parallel, 2)
+    kept, found = run(ranks, parallel, 4, "saves")
+    assert all(each < part * whole + 0.03 * whole for each in kept)
+    (tmp_path / "run").rename(tmp_path / "other")
+    run(1, "None", 2)
+    kept, expected = run(1, "None", 4, "saves")
+    assert kept[0] >= whole
+    assert found == expected
+    exported = [(tmp_path / folder / "exported.safetensors").read_bytes() for folder in ("run", "other")]
+    assert exported[0] == exported[1]
+
+
+def test_with_other_stages_each_rank_reads_all(fork_ranks, tmp_path):
+    (tmp_path / "program.py").write_text(READER)
+    digests = {}
+    for ranks, parallel, steps in [(2, "Pipeline(stages=['4'])", 2), (2, "Pipeline(stages=['3'])", 4), (1, "None", 6)]:
+        job = fork_ranks(ranks, tmp_path / "program.py", tmp_path / "run", parallel, steps)
+        digests[steps] = {job.lines(rank)[0].split()[-1] for rank in range(ranks)}
+    job = fork_ranks(1, tmp_path / "program.py", tmp_path / "alone", "None", 6)
+    assert digests[6] == {job.lines(0)[0].split()[-1]}

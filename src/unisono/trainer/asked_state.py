@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from unisono.errors import CheckpointError
+from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.carried import Carried
 from unisono.trainer.hyperparameters import Hyperparameters, SettingsReader, is_scheduler
@@ -53,7 +54,7 @@ class AskedState:
         self._writes = parts.keeper.writes
         self._settings = SettingsReader(parts.subjects.optimizers, parts.subjects.others)
         self._parameters = [p for module in parts.modules.values() for p in module.parameters()]
-        self._gathering = parts.gathering
+        self._gathering, self._cut = parts.gathering, parts.cut
         self.unknown = [
             name.removeprefix("stateful/")
             for name, each in parts.subjects.others.items()
@@ -94,6 +95,8 @@ class AskedState:
             (epoch, step, total_steps), settings, evaluations = noted.place, noted.settings, noted.evaluations
             cursor = replace(cursor, epoch=epoch, step=step, total_steps=total_steps)
         facts = {**facts_of(constants, cursor), "evaluations": self._history.state(evaluations)}
+        if isinstance(self._cut, CutModel) and (stages := self._cut.stages_document()) is not None:
+            facts["stages"] = stages
         return capture(self._subjects, facts, settings, optimizers)
 
     def why_lost(self) -> str | None:

@@ -28,6 +28,7 @@ from unisono.engine.model_contents import parameter_names
 from unisono.engine.optimizer_placement import follow_parameters
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.job.placement import own_placement
+from unisono.job.ranks import local_world_size
 from unisono.parallel.device_names import choose_device
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.cut_model import CutModel
@@ -64,6 +65,7 @@ from unisono.trainer.shard_gathering import ShardGathering
 from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models
 from unisono.trainer.stage_commits import StageCommits
 from unisono.trainer.stage_gathering import StageGathering
+from unisono.trainer.stage_restoration import restore_stages
 from unisono.trainer.stage_state import StageState
 from unisono.trainer.staged_state import StagedState
 from unisono.trainer.step_clock import StepClock
@@ -178,7 +180,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         owner = None if workers is None else partial(owner_of, workers)
         found = keeper.find(
             settings.resume,
-            in_parts=isinstance(cut, DividedModel) or divided is not None,
+            in_parts=isinstance(cut, DividedModel) or divided is not None or _reads_stages(cut, world, recovery),
             by_main=divided is not None,
             owner=owner,
         )
@@ -264,6 +266,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if of_workers is not None:
         others["sync"] = of_workers
         of_workers.found = {} if found is None else found.groups.get(SYNC_GROUP, {})
+    if isinstance(cut, CutModel):
+        cut.has_beside(subjects.averages.values(), subjects.optimizers.values())
     cursor, history = Cursor(), EvaluationHistory()
     warnings = [] if found is None else found.warnings
     given = given_by(settings_of(optimizers, others))
@@ -287,6 +291,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             given, overruled = restore(subjects, found.groups, found.document, source=source)
             if of_workers is not None:
                 of_workers.note_restored()
+        elif isinstance(cut, CutModel):
+            given, overruled = restore_stages(world, subjects, cut, found.checkpoint, found.document)
         else:
             assert isinstance(cut, DividedModel)
             given, overruled = restore_parts(world, subjects, cut.division, found.checkpoint, found.document)
@@ -307,7 +313,6 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         commits = StageCommits(
             world, cut, StageState(cut, subjects, buffers), is_on=lambda: recovery.is_on, refuse=recovery.refuse
         )
-        cut.has_beside(subjects.averages.values(), subjects.optimizers.values())
         cut.before_release = commits.commit_base
         gathering = StageGathering(world, cut, subjects, buffers, commits)
         state = StagedState(
@@ -362,6 +367,13 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         source=source,
         warnings=warnings,
     )
+
+
+def _reads_stages(cut: CutModel | DividedModel | None, world: World, recovery: Recovery) -> bool:
+    """Return True if ranks of a cut model may read their stages alone: none keeps those of all in shared memory."""
+    if not isinstance(cut, CutModel):
+        return False
+    return cut.divisions is not None or not recovery.is_linked or local_world_size() < world.size
 
 
 def _history_of(found: ResumedRun, best: str | None) -> EvaluationHistory:

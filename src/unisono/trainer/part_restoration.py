@@ -17,13 +17,13 @@ from unisono.collectives.rank_errors import raised_on_all
 from unisono.collectives.world import World
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.norm import in_memory_order
-from unisono.engine.sharded import Division
+from unisono.engine.sharded import Division, ShardedUnit
 from unisono.state.open_checkpoint import OpenCheckpoint
 from unisono.state.tensor_file import TensorRange, TensorSource
 from unisono.trainer.restoration import Comparison
 from unisono.trainer.snapshot import Subjects
 
-__all__ = ["restore_parts"]
+__all__ = ["read_held", "read_optimizer", "restore_parts"]
 
 
 def restore_parts(
@@ -58,7 +58,7 @@ def restore_parts(
             of_average = next(iter(division.beside), division)
             _read_weights(files["ema"], comparison.averages, of_average, parameter_names(subjects.averages))
         for key, optimizer in subjects.optimizers.items():
-            _read_optimizer(files["optimizer"], comparison.states[key], division, optimizer)
+            read_optimizer(files["optimizer"], comparison.states[key], division, optimizer)
         division.begin_divided()
     return comparison.began, comparison.overruled
 
@@ -77,19 +77,32 @@ def _read_weights(
                 ranges.append(TensorRange(name, 0, tensor))
             else:
                 tensor.copy_(file.read_tensor(name))
+    file.read(ranges)
     if not division.keeps_weights:
         for unit in division.units:
-            for piece, place in unit.held_places():
-                i = piece.parameter
-                name = names[id(unit.parameters[i])]
-                if unit.is_row_major(i):
-                    ranges.append(TensorRange(name, piece.start, place))
-                else:
-                    place.copy_(in_memory_order(file.read_tensor(name), unit.strides[i])[piece.start : piece.stop])
+            read_held(file, unit, names)
+
+
+def read_held(file: TensorSource, unit: ShardedUnit, names: Mapping[int, str]) -> None:
+    """Read the weights of a unit that this rank keeps.
+
+    Args:
+        file: The weights.
+        unit: The unit.
+        names: The names of parameters by identity.
+    """
+    ranges: list[TensorRange] = []
+    for piece, place in unit.held_places():
+        i = piece.parameter
+        name = names[id(unit.parameters[i])]
+        if unit.is_row_major(i):
+            ranges.append(TensorRange(name, piece.start, place))
+        else:
+            place.copy_(in_memory_order(file.read_tensor(name), unit.strides[i])[piece.start : piece.stop])
     file.read(ranges)
 
 
-def _read_optimizer(
+def read_optimizer(
     file: TensorSource, state: Mapping[str, Mapping[str, Any]], division: Division, optimizer: Optimizer
 ) -> None:
     """Read the state of this rank's pieces."""

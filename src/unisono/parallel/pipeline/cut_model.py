@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from unisono.collectives.world import World
 from unisono.engine.model_contents import plain_name
 from unisono.engine.staged import StageDivisions, StageMap, StageOwnership, StageRanks
 from unisono.errors import UnisonoError
+from unisono.parallel.call_check import CallCheck
 from unisono.parallel.pipeline.foreign import ForeignParameters
 from unisono.parallel.pipeline.mapping import map_stages
 from unisono.parallel.pipeline.pipeline import Pipeline
@@ -31,23 +31,6 @@ __all__ = ["CutModel"]
 
 
 _KEPT_PLANS = 256
-
-
-class _CutCallCheck:
-    """Checks each call of a model; a copy of it, such as that of a copied or pickled model, checks nothing."""
-
-    _cut: ref[CutModel] | None = None
-
-    def __init__(self, cut: CutModel) -> None:
-        self._cut = ref(cut)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        cut = None if self._cut is None else self._cut()
-        if cut is not None:
-            cut.check_call(module)
 
 
 class CutModel:
@@ -87,7 +70,7 @@ class CutModel:
         self._writers: dict[str, int] = {}
         self._readers: dict[str, dict[int, str]] = {}
         """Of buffers, in all of these plans: what a step modifies may be read in an evaluation."""
-        model.register_forward_pre_hook(_CutCallCheck(self))
+        model.register_forward_pre_hook(CallCheck(self))
 
     def check_call(self, module: nn.Module) -> None:
         """Refuse a call of the model, or of its average, where this rank lacks the weights of other stages.
@@ -123,7 +106,7 @@ class CutModel:
         """Note the averages and the optimizers of the model, which have memory for all of its parameters, too."""
         self._averages, self._optimizers = list(averages), list(optimizers)
         for average in self._averages:
-            average.register_forward_pre_hook(_CutCallCheck(self))
+            average.register_forward_pre_hook(CallCheck(self))
         if (weights := self._divided_weights) is not None:
             for average in self._averages:
                 weights.of(average)
@@ -201,6 +184,49 @@ class CutModel:
         if starts != self.starts:
             self.starts = starts
             self._runners.clear()
+
+    def stages_document(self) -> dict[str, Any] | None:
+        """Return which stage has what, for a checkpoint; None before that is known."""
+        known = self.ownership.map
+        if known is None or self.starts is None:
+            return None
+        parameters = {name: list(stages) for name, stages in known.parameters.items()}
+        return {
+            "starts": list(self.starts),
+            "ranks": self.ranks.size,
+            "schedule": self._schedule,
+            "parameters": parameters,
+            "buffers": dict(known.buffers),
+        }
+
+    def has_same_stages(self, document: Mapping[str, Any]) -> bool:
+        """Return True if what `stages_document` has returned holds here, too; stages may be left to a measurement.
+
+        Args:
+            document: That of a run with the same model.
+        """
+        if self.starts is not None:
+            return bool(list(self.starts) == document["starts"])
+        return bool(len(document["starts"]) + 1 == self.ranks.stages and document["ranks"] == self.ranks.size)
+
+    def begin_with(self, document: Mapping[str, Any]) -> None:
+        """Go on with the stages of a run before, instead of finding in the first step which of them has what."""
+        if self.starts is None:
+            self.starts = tuple(document["starts"])
+            if document["schedule"] in self._pipeline.schedules_for(self.ranks.size):
+                self._schedule = document["schedule"]
+        parameters = {name: tuple(stages) for name, stages in document["parameters"].items()}
+        self._know(StageMap(parameters, document["buffers"]))
+
+    def owns(self, parameter: str) -> bool:
+        """Return True if a stage of this rank updates a parameter, by plain name."""
+        assert self.ownership.map is not None
+        return self.ownership.map.owner(parameter) in self.ranks.own_stages
+
+    def _know(self, found: StageMap) -> None:
+        self.ownership.map = found
+        if self._divided_weights is not None:
+            self._layouts.update({name: TensorLayout.of(p) for name, p in self.model.named_parameters()})
 
     @property
     def used(self) -> Collection[str]:
@@ -364,9 +390,7 @@ class CutModel:
         for other in everyone[1:]:
             if difference := everyone[0].difference(other):
                 raise UnisonoError(f"the ranks have cut the model differently: {difference}.")
-        self.ownership.map = everyone[0]
-        if self._divided_weights is not None:
-            self._layouts.update({name: TensorLayout.of(p) for name, p in self.model.named_parameters()})
+        self._know(everyone[0])
         return everyone[0]
 
     def _map(self, plan: PipelinePlan, model: nn.Module) -> StageMap:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -12,16 +12,10 @@ from torch import Tensor, nn
 
 from unisono.engine.sharded import ShardedUnit, ShardGrid
 from unisono.errors import UnisonoError
+from unisono.parallel.call_check import ChecksCalls
 from unisono.parallel.sharding.shard import Shard
 
-__all__ = ["BuiltParts", "CallCheck", "built_parts", "copy_built"]
-
-
-class CallCheck(Protocol):
-    """Checks calls of a model."""
-
-    def check_call(self) -> None:
-        """Raise UnisonoError if the model cannot be called now."""
+__all__ = ["BuiltParts", "built_parts", "copy_built"]
 
 
 class BuiltParts:
@@ -36,9 +30,9 @@ class BuiltParts:
 
     def __init__(self, shard: Shard, grid: ShardGrid, units: Sequence[ShardedUnit], device: torch.device) -> None:
         self.shard, self.grid, self.units, self.device = shard, grid, units, device
-        self._owner: ref[CallCheck] | None = None
+        self._owner: ref[ChecksCalls] | None = None
 
-    def owned_by(self, owner: CallCheck) -> None:
+    def owned_by(self, owner: ChecksCalls) -> None:
         """Let the present run decide when the model may be called."""
         self._owner = ref(owner)
 
@@ -69,7 +63,7 @@ class BuiltParts:
                 "parameters alone: give it to Trainer(parallel=...) or unisono.parallel.shard, and call it in their "
                 "steps and evaluations"
             )
-        owner.check_call()
+        owner.check_call(module)
 
     def __reduce__(self) -> NoReturn:
         raise UnisonoError(

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from unisono.engine.model_contents import plain_name
 from unisono.engine.sharded import Division, ShardedUnit
 from unisono.engine.trainable import sharing_obstacle
 from unisono.errors import LossError, UnisonoError
+from unisono.parallel.call_check import CallCheck
 from unisono.parallel.pipeline.blocks import calls_seen_by
 from unisono.parallel.sharding.built_parts import built_parts
 from unisono.parallel.sharding.parameter_uses import ParameterUses, Saved
@@ -56,23 +56,6 @@ TRAINER = Caller(
     "or call it after the loop over trainer.epochs",
     "write to it before the first step or after the loop over trainer.epochs, or by trainer.load",
 )
-
-
-class _DividedCallCheck:
-    """Checks each call of a model; a copy of it, such as that of a copied or pickled model, checks nothing."""
-
-    _divided: ref[DividedModel] | None = None
-
-    def __init__(self, divided: DividedModel) -> None:
-        self._divided = ref(divided)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        divided = None if self._divided is None else self._divided()
-        if divided is not None:
-            divided.check_call()
 
 
 class DividedModel:
@@ -140,7 +123,7 @@ class DividedModel:
         """The unit that is together though its call has ended: the backward pass may begin with it."""
         self._is_backward = self._is_computing = False
         if built is None:
-            model.register_forward_pre_hook(_DividedCallCheck(self))
+            model.register_forward_pre_hook(CallCheck(self))
         else:
             built.owned_by(self)
 
@@ -148,7 +131,7 @@ class DividedModel:
         """Return a copy of the model as it is divided in the same way; no optimizer trains it."""
         return DividedModel(self._shard, model, (), self._world, self._device, caller=self._caller)
 
-    def check_call(self) -> None:
+    def check_call(self, module: nn.Module) -> None:
         """Refuse a call of the model where its blocks cannot come together.
 
         Raises:
@@ -156,7 +139,7 @@ class DividedModel:
         """
         if not self._is_computing and not self.division.has_weights:
             raise UnisonoError(
-                f"{type(self.model).__name__} was called outside of {self._caller.places}, and with "
+                f"{type(module).__name__} was called outside of {self._caller.places}, and with "
                 f"{self._caller.given} each rank has a part of its parameters alone: use one of these, "
                 f"{self._caller.later}"
             )
