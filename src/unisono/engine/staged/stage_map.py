@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["StageMap", "StageOwnership"]
 
@@ -18,6 +18,17 @@ class StageMap:
     buffers: Mapping[str, int]
     """The stage that may write each buffer."""
 
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> StageMap:
+        """Return the map that `document` has described."""
+        parameters = {name: tuple(stages) for name, stages in document["parameters"].items()}
+        return cls(parameters, dict(document["buffers"]))
+
+    def document(self) -> dict[str, Any]:
+        """Return it as plain values, for a checkpoint."""
+        parameters = {name: list(stages) for name, stages in self.parameters.items()}
+        return {"parameters": parameters, "buffers": dict(self.buffers)}
+
     def owner(self, parameter: str) -> int:
         """Return the stage that updates a parameter; one that no stage uses belongs to the first."""
         return self.parameters.get(parameter, (0,))[0]
@@ -27,7 +38,7 @@ class StageMap:
         for name, stages in other.parameters.items():
             known = self.parameters.get(name, ())
             if not set(stages) <= set(known) and (known or stages != (0,)):
-                return f"parameter {name!r} is used on {_stages(stages)}, and was on {_stages(known)} in the first step"
+                return f"parameter {name!r} is used on {_stages(stages)}, and was on {_stages(known)} before"
         for name, stage in other.buffers.items():
             if self.buffers.get(name, stage) != stage:
                 return f"buffer {name!r} is written on stage {stage}, and was on stage {self.buffers[name]} before"

@@ -65,6 +65,8 @@ class CutModel:
         self._layouts: dict[str, TensorLayout] = {}
         """The layouts of all parameters, from the first step on, where the memory of the rank's own comes and goes."""
         self._runners: dict[int, tuple[PipelineRunner, ForeignParameters]] = {}
+        self._goes_on = False
+        """True if it is known from a checkpoint which stage has what."""
         self._checked: dict[int, PipelinePlan] = {}
         """Plans that agree with the map of the first step, by id."""
         self._writers: dict[str, int] = {}
@@ -190,14 +192,8 @@ class CutModel:
         known = self.ownership.map
         if known is None or self.starts is None:
             return None
-        parameters = {name: list(stages) for name, stages in known.parameters.items()}
-        return {
-            "starts": list(self.starts),
-            "ranks": self.ranks.size,
-            "schedule": self._schedule,
-            "parameters": parameters,
-            "buffers": dict(known.buffers),
-        }
+        how = {"starts": list(self.starts), "ranks": self.ranks.size, "schedule": self._schedule}
+        return {**how, **known.document()}
 
     def has_same_stages(self, document: Mapping[str, Any]) -> bool:
         """Return True if what `stages_document` has returned holds here, too; stages may be left to a measurement.
@@ -215,8 +211,8 @@ class CutModel:
             self.starts = tuple(document["starts"])
             if document["schedule"] in self._pipeline.schedules_for(self.ranks.size):
                 self._schedule = document["schedule"]
-        parameters = {name: tuple(stages) for name, stages in document["parameters"].items()}
-        self._know(StageMap(parameters, document["buffers"]))
+        self._goes_on = True
+        self._know(StageMap.of(document))
 
     def owns(self, parameter: str) -> bool:
         """Return True if a stage of this rank updates a parameter, by plain name."""
@@ -362,10 +358,15 @@ class CutModel:
         if known is None or self._checked.get(id(plan)) is plan:
             return plan
         if difference := known.difference(self._map(plan, model)):
-            raise UnisonoError(
-                f"the model's forward pass went another way than in the first step: {difference}. Begin stages with "
-                "blocks that are called in the same order in training and in evaluation, and for all inputs."
+            before, remedy = (
+                "in the first step",
+                "Begin stages with blocks that are called in the same order in training ",
             )
+            remedy += "and in evaluation, and for all inputs."
+            if self._goes_on:
+                before = "in the run that the checkpoint is of"
+                remedy += " If the code of the model was changed, name other stages: then each rank reads all of it."
+            raise UnisonoError(f"the model's forward pass went another way than {before}: {difference}. {remedy}")
         if len(self._checked) >= _KEPT_PLANS:
             self._checked.clear()
         self._writers |= plan.written_buffers
