@@ -117,10 +117,10 @@ def test_shards_measure_every_division_and_both_backends(tmp_path):
     assert ended.returncode == 0, ended.stderr
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["parameters"].get("division") or row["parameters"]["backend"] for row in rows] == [
-        'by="block"', 'by="block"', 'by="size"', "zero=1", "replicas=2", 'by="block"', 'by="block"',
+        'by="block"', 'by="block"', 'by="size"', "zero=1", "replicas=2", 'sums="divided"', 'by="block"', 'by="block"',
         "gloo", "gloo", "shm", "shm",
     ]  # fmt: skip
-    assert [(row["parameters"]["ranks"], row["unit"]) for row in rows] == [(4, "MB")] * 7 + [(2, "ms")] * 4
+    assert [(row["parameters"]["ranks"], row["unit"]) for row in rows] == [(4, "MB")] * 8 + [(2, "ms")] * 4
 
 
 @pytest.mark.soak

@@ -172,6 +172,7 @@ def test_stages_in_a_loop_of_ones_own(fork_ranks, simulated_device, alone, ranks
     [
         (["built", "offload"], {"made": 0.1, "steps": 0.35, "between": 0.01}),
         (["given", "offload"], {"made": 1.1, "steps": 0.35, "between": 0.01}),
+        (["built", "offload", "shares", "sums"], {"made": 0.1, "steps": 0.35, "between": 0.01}),
         (["given", "offload", "zero1"], {"made": 1.1, "steps": 2.15, "between": 1.01}),
     ],
 )
