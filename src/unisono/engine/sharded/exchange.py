@@ -284,9 +284,10 @@ class UnitExchange:
         if row is not None:
             sent = {peer: _pack(unit, layout, [row])[0] for peer, layout in enumerate(layouts)}
             row.clear()
-        own = sent.pop(rank, None)
+        own = {rank: sent.pop(rank)} if row is not None else {}
         self._transfer(sent, received)
-        return [own if giver == rank else received[giver] for giver in range(givers)]
+        received |= own
+        return [received[giver] for giver in range(givers)]
 
     def _peers(self) -> list[int]:
         return [(self._world.rank + i) % self._world.size for i in range(1, self._world.size)]
