@@ -4,14 +4,15 @@ Memory: the peak of a process in mid-run, above what it took before there was a 
 ranks with a virtual rank each, jobs of their own. It is that of weights, gradients, optimizer and all that a step needs
 besides. The peer is `Trainer(engine="collective")`, which keeps the whole model on each rank. A rank with shards should
 take at most 0.4 times as much, and so should one of a pipeline with `zero=3` and two stages on each rank; `zero=1` and
-`replicas=2` divide less, so they have no goal. A save is `trainer.save`
-in the background and another one after it, and a resume is the making of a Trainer that finds a checkpoint: each may
-take the rank's own part of weights and averages, and 64 MB, above what the process had before. A start is
-`unisono.parallel.build` and the making of a Trainer; it may take the rank's own part of weights, and 64 MB. The model
-is a stack of 16 equal blocks with 33.6 million parameters. Time: 2 ranks, `fully_shard` on each block and on the model,
-zero_grad(set_to_none=True), the rank's own loss.item(); both have fused AdamW and the same batches and backend. Sides
-take turns in blocks of steps, which all ranks begin at the same time; that of the slowest rank counts. A step should
-take at most 1.1 times as long, in a Trainer and in a loop with `unisono.parallel.shard`.
+`replicas=2` divide less, so they have no goal. With four virtual ranks on each rank, `sums="divided"` is compared with
+`Shard()`, and should take at most 0.7 times as much. A save is `trainer.save` in the background and another one after
+it, and a resume is the making of a Trainer that finds a checkpoint: each may take the rank's own part of weights and
+averages, and 64 MB, above what the process had before. A start is `unisono.parallel.build` and the making of a Trainer;
+it may take the rank's own part of weights, and 64 MB. The model is a stack of 16 equal blocks with 33.6 million
+parameters. Time: 2 ranks, `fully_shard` on each block and on the model, zero_grad(set_to_none=True), the rank's own
+loss.item(); both have fused AdamW and the same batches and backend. Sides take turns in blocks of steps, which all
+ranks begin at the same time; that of the slowest rank counts. A step should take at most 1.1 times as long, in a
+Trainer and in a loop with `unisono.parallel.shard`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ _STAGES: dict[str, tuple[int, int | None, Goal | None]] = {
     "4 stages x 2, zero=3": (4, 3, _MEMORY_GOAL),
 }
 """Pipelines of two replicas: the number of stages, and what replicas divide."""
+_DIVIDED_SUMS = 'sums="divided"'
+_SUMS_GOAL = Goal(of="ratio", bound=1.43)  # at most 0.7 times those of whole sums
 _STEPS = 3
 """Steps before memory is looked at, and steps in which it is."""
 
@@ -76,6 +79,9 @@ def run(effort: Effort) -> Iterator[Row]:
             starts = [str(blocks // stages * number) for number in range(1, stages)]
             (row,) = run_ranks(_memory, 4, width, blocks, {"stages": starts, "replicas": 2, "zero": zero}, name, None)
             yield _beside(row, whole, None if effort.quick else goal)
+        (whole_sums,) = run_ranks(_memory, 4, width, blocks, {}, "whole sums", None, 4)
+        (sums,) = run_ranks(_memory, 4, width, blocks, {"sums": "divided"}, _DIVIDED_SUMS, None, 4)
+        yield replace(_beside(sums, whole_sums, None if effort.quick else _SUMS_GOAL), peer_name="Shard()")
         (whole_resume,) = run_ranks(_resume, 4, width, blocks, None, "whole", f"{folder}/whole")
         (resume,) = run_ranks(_resume, 4, width, blocks, {}, _DEFAULT, f"{folder}/parts")
         yield _beside(resume, whole_resume, part)
@@ -120,20 +126,23 @@ def _subject(width: int, blocks: int, *, block: int = 1) -> Subject:
     )
 
 
-def _memory(width: int, blocks: int, options: dict[str, Any] | None, name: str, folder: str | None) -> list[Row]:
+def _memory(
+    width: int, blocks: int, options: dict[str, Any] | None, name: str, folder: str | None, shares: int = 1
+) -> list[Row]:
     """Measure the peak of a rank in mid-run; with a folder, also how much a save takes above what is there then.
 
-    Without options, the model is whole on each rank.
+    Without options, the model is whole on each rank. `shares` is the number of virtual ranks of each rank.
     """
     _warm_up()
     before = _status_mb("VmRSS")
-    side = _side(width, blocks, options, None if folder is None else Path(folder))
+    side = _side(width, blocks, options, None if folder is None else Path(folder), shares=shares)
     for _ in range(_STEPS):
         side.step()
     _forget_peak()
     for _ in range(_STEPS):
         side.step()
-    rows = [_row(f"memory of a rank, {name}", _status_mb("VmHWM") - before, width, blocks, name)]
+    each = f", {shares} virtual ranks each" if shares > 1 else ""
+    rows = [_row(f"memory of a rank, {name}{each}", _status_mb("VmHWM") - before, width, blocks, name)]
     if folder is not None:
         before = _status_mb("VmRSS")
         _forget_peak()
@@ -176,7 +185,13 @@ def _warm_up() -> None:
 
 
 def _side(
-    width: int, blocks: int, options: dict[str, Any] | None, folder: Path | None, *, model: nn.Module | None = None
+    width: int,
+    blocks: int,
+    options: dict[str, Any] | None,
+    folder: Path | None,
+    *,
+    model: nn.Module | None = None,
+    shares: int = 1,
 ) -> TrainerSide:
     subject, ranks = _subject(width, blocks), dist.get_world_size()
     if model is not None:
@@ -184,7 +199,7 @@ def _side(
     division: dict[str, Any] = {"engine": "collective"}
     if options is not None:
         division = {"parallel": Pipeline(**options) if "stages" in options else Shard(**options)}
-    return TrainerSide(subject, virtual_ranks=ranks, shares=ranks, directory=folder, **division)
+    return TrainerSide(subject, virtual_ranks=shares * ranks, shares=ranks, directory=folder, **division)
 
 
 def _row(what: str, own: float, width: int, blocks: int, name: str) -> Row:

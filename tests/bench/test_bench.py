@@ -118,10 +118,10 @@ def test_shards_measure_every_division_and_both_backends(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     assert [row["parameters"].get("division") or row["parameters"]["backend"] for row in rows] == [
         'by="block"', 'by="block"', 'by="size"', "zero=1", "replicas=2",
-        "2 stages x 2", "2 stages x 2, zero=1", "4 stages x 2, zero=3", 'by="block"', 'by="block"',
+        "2 stages x 2", "2 stages x 2, zero=1", "4 stages x 2, zero=3", 'sums="divided"', 'by="block"', 'by="block"',
         "gloo", "gloo", "shm", "shm",
     ]  # fmt: skip
-    assert [(row["parameters"]["ranks"], row["unit"]) for row in rows] == [(4, "MB")] * 10 + [(2, "ms")] * 4
+    assert [(row["parameters"]["ranks"], row["unit"]) for row in rows] == [(4, "MB")] * 11 + [(2, "ms")] * 4
 
 
 @pytest.mark.soak

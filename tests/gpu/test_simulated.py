@@ -62,6 +62,7 @@ def alone(on_device, of_one_rank):
     [
         (2, "block"), (3, "named"), (3, "size"), (3, "zero1"), (4, "replicas"), (4, "size_replicas"),
         (1, "offload"), (3, "offload"), (4, "offload_size"), (1, "offload_zero1"), (2, "offload_zero1"),
+        (1, "sums_offload"), (3, "sums_offload"),
     ],
 )  # fmt: skip
 def test_parts_of_ranks_change_no_bit(on_device, alone, ranks, by):
@@ -178,6 +179,7 @@ def test_stages_in_a_loop_of_ones_own(fork_ranks, simulated_device, alone, ranks
     [
         (["built", "offload"], {"made": 0.1, "steps": 0.35, "between": 0.01}),
         (["given", "offload"], {"made": 1.1, "steps": 0.35, "between": 0.01}),
+        (["built", "offload", "shares", "sums"], {"made": 0.1, "steps": 0.35, "between": 0.01}),
         (["given", "offload", "zero1"], {"made": 1.1, "steps": 2.15, "between": 1.01}),
     ],
 )

@@ -46,6 +46,18 @@ def test_ranks_have_contiguous_blocks_that_cover_all_virtual_ranks(virtual_ranks
         assert max(lengths) - min(lengths) <= 1
 
 
+@pytest.mark.parametrize("virtual_ranks", range(1, 20))
+def test_virtual_ranks_in_turn_are_those_that_ranks_compute_at_the_same_time(virtual_ranks):
+    for world_size in range(1, virtual_ranks + 1):
+        deal = [
+            rank_block(rank, world_size=world_size, virtual_ranks=virtual_ranks, in_turn=True)
+            for rank in range(world_size)
+        ]
+        turns = [[block[turn] for block in deal if turn < len(block)] for turn in range(len(deal[0]))]
+        assert list(itertools.chain(*turns)) == list(range(virtual_ranks))
+        assert all(len(turn) == world_size for turn in turns[:-1])
+
+
 @pytest.mark.parametrize(("world_size", "idle"), [(9, "1 rank would be idle"), (12, "4 ranks would be idle")])
 def test_more_ranks_than_virtual_ranks_are_refused(world_size, idle):
     with pytest.raises(ValueError, match=f"world_size={world_size} exceeds virtual_ranks=8: {idle}"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "divided.py"
+DIVIDED_SUMS = PROGRAM.with_name("divided_sums.py")
 RESUMABLE = PROGRAM.with_name("divided_resumable.py")
 SOME = ("fp16", "residual", "u_net", "frozen", "wide")
 OTHERS = ("mlp", "bf16", "language_model", "checkpointed", "wandering", "wide")
@@ -19,6 +20,8 @@ CHOSEN = [
     (3, "zero1", ("frozen", "wandering")),
     (4, "replicas", ("residual",)),
     (4, "size_replicas", ("wide",)),
+    (2, "sums", ("residual", "wandering")),
+    (4, "sums_size", ("checkpointed",)),
 ]
 ALL = [
     (2, "block", SOME),
@@ -32,6 +35,9 @@ ALL = [
     (4, "zero1", (*SOME, "language_model")),
     (4, "replicas", ("fp16", "residual", "wandering", "checkpointed", "wide")),
     (4, "size_replicas", ("checkpointed",)),
+    *((ranks, "sums", (*SOME, *OTHERS[:-1])) for ranks in (2, 3, 4)),
+    (4, "sums_size", OTHERS),
+    (3, "sums_zero1", (*SOME, "wandering")),
 ]
 
 
@@ -45,6 +51,21 @@ def test_parts_of_ranks_change_no_bit(fork_ranks, fork_python, ranks, by, names)
     assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
 
 
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [
+        (3, range(1)),
+        *(pytest.param(ranks, range(first, first + 12), marks=pytest.mark.soak)
+          for ranks in (2, 3, 4) for first in (100, 200)),
+    ],
+)  # fmt: skip
+def test_sums_that_are_divided_have_the_bits_of_one_rank(fork_ranks, fork_python, ranks, seeds):
+    job = fork_ranks(ranks, DIVIDED_SUMS, "divided", ranks, *seeds)
+    expected = fork_python(DIVIDED_SUMS, "whole", ranks, *seeds)
+    assert len(expected) == len(seeds)
+    assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
+
+
 @pytest.fixture(scope="module")
 def undisturbed(fork_python, tmp_path_factory):
     return fork_python(RESUMABLE, tmp_path_factory.mktemp("undisturbed"), "")[-1].removeprefix("from 0 ")
@@ -54,6 +75,8 @@ def undisturbed(fork_python, tmp_path_factory):
     "parts",
     [
         [(2, "block", 2), (4, "zero1:2", 5), (3, "1,2", None)],
+        [(2, "block", 2), (3, "sums", 5), (2, "sums", None)],
+        pytest.param([(4, "sums", 2), (3, "sums", 5), (1, "", 7), (2, "sums", None)], marks=pytest.mark.soak),
         pytest.param(
             [(3, "block", 2), (1, "", 5), (3, "stages:1,3", 7), (4, "zero1:2", 8), (2, "1,2", None)],
             marks=pytest.mark.soak,

@@ -23,6 +23,7 @@ MESSAGES = {
     "a size with zero=1": "ValueError: zero=1 keeps all weights on each rank, so unit_bytes=64 has no meaning: leave",
     "no size": "ValueError: unit_bytes=0 must be at least 1",
     "zero": "ValueError: zero=2 must be 3, which divides weights, gradients and the optimizer's state, or 1",
+    "sums": "ValueError: sums='parts' must be one of 'whole', 'divided'",
     "zero=1 by size": "ValueError: zero=1 keeps all weights on each rank, so by='size' has no meaning: leave it out",
     "zero=1 and replicas": "ValueError: zero=1 keeps all weights on each rank already",
     "no replica": "ValueError: replicas=0 must be at least 1",
@@ -115,8 +116,9 @@ print(trainer.digest())
 PEER = "PeerError: rank {} failed while this rank needed its part of the model; its own error says why."
 
 
-def test_a_step_that_fails_on_one_rank_fails_on_all_and_may_be_made_again(fork_ranks, fork_python, tmp_path):
-    job = fork_ranks(2, FAILING)
+@pytest.mark.parametrize("settings", ["", 'sums="divided"', pytest.param("zero=1", marks=pytest.mark.soak)])
+def test_a_step_that_fails_on_one_rank_fails_on_all_and_may_be_made_again(fork_ranks, fork_python, tmp_path, settings):
+    job = fork_ranks(2, FAILING.replace("Shard()", f"Shard({settings})"))
     undone = " The step did not happen: weights and buffers keep their values from before it."
     nan = "3 NonFiniteLossError: the loss is nan at epoch 0, step 3."
     assert job.lines(0)[:3] == ["1 OSError: a file is missing", f"2 {PEER.format(1)}{undone}", f"{nan}{undone}"]

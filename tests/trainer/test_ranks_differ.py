@@ -31,6 +31,7 @@ AT_THE_START = {
     "argument scheduler_interval": "scheduler_interval is 'step' on rank 0 and 'epoch' on rank 1",
     "argument stateful": r"the names of stateful are 0 on rank 0 and 1 on rank 1 \('counter' is not on all\)",
     "another_division": r"parallel is .*Shard\(by='block'.*\).* on rank 0 and .*Shard\(by='size'.*\).* on rank 1",
+    "another_place_of_sums": r"parallel is .*sums='whole'\).* on rank 0 and .*sums='divided'\).* on rank 1",
     "another_directory": r"directory is '.*/rank0' on rank 0 and '.*/rank1' on rank 1",
     "another_learning_rate": "lr of parameter group 0 is 0.01 on rank 0 and 0.02 on rank 1",
     "another_optimizer": "the class of the optimizer is 'AdamW' on rank 0 and 'SGD' on rank 1",

@@ -54,6 +54,8 @@ class GradientAccumulation(ABC):
         """For each node and parameter, True if the parameter got a gradient there."""
         self._settled: list[bool] = []
         """For each parameter, True if its gradient of the last leaf has been taken."""
+        self._node = 0
+        """The number of the node of the leaf at hand."""
         self._streaming = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -69,9 +71,9 @@ class GradientAccumulation(ABC):
     ) -> None:
         """Add a leaf's totals; if it is this rank's last leaf, let hooks take its gradients; see `Engine`."""
         row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants=wants)
-        i = self._node_of(leaf)
+        self._node = i = self._node_of(leaf)
         self._totals[i].push(leaf, row)
-        self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
+        self._streaming = bool(self._hooks) and self._is_streamed(leaf)
         if not self._streaming:
             self._sums[i].resume(leaf, self._trained.parameters)
 
@@ -133,6 +135,10 @@ class GradientAccumulation(ABC):
     def _hook(self) -> None:
         """Register hooks, which take the gradients of last leaves while backward runs."""
         self._hooks = [on_gradient(p, self._on_gradient, index) for index, p in enumerate(self._trained.parameters)]
+
+    def _is_streamed(self, leaf: int) -> bool:
+        """Return True if hooks take the gradients of a leaf: those of the last one need not wait for another leaf."""
+        return leaf == self._sums[-1].node.stop - 1
 
     def _node_of(self, leaf: int) -> int:
         if len(self._sums) == 1:

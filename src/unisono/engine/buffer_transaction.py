@@ -43,6 +43,7 @@ class BufferTransaction:
         models: Modules, by the prefix of their names.
         make_all_reduce: Makes the all-reduce of the buffers' values.
         parameters_move: True if the memory of parameters comes and goes within a step.
+        in_turn: True if virtual ranks are dealt to ranks in turn.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class BufferTransaction:
         *,
         virtual_ranks: int,
         parameters_move: bool = False,
+        in_turn: bool = False,
     ) -> None:
         self._world, self._virtual_ranks, self._parameters_move = world, virtual_ranks, parameters_move
+        self._in_turn = in_turn
         self.contents = ModelContents(models)
         self._seen = -1
         self._tracked: list[TrackedBuffer] = []
@@ -63,7 +66,7 @@ class BufferTransaction:
         self._followed: set[tuple[int, str]] = set()
         """All buffers that there were when they were last looked for, as id of the module and name in it."""
         self._norm_buffers = NormBuffers(())
-        self._leaves = 0
+        self._leaves, self._damaged = 0, False
         self._committed: list[TrackedBuffer] = []
         self._makes = False
         """True if the step gave a first value to buffers that were None."""
@@ -72,13 +75,12 @@ class BufferTransaction:
         self.connect(make_all_reduce)
         self._total: Tensor | None = None
         self._parameters = WriteDetector(())
-        self._damaged = False
         self.find()
 
     def connect(self, make_all_reduce: MakeAllReduce) -> None:
         """Sum over the ranks that there are now, which agree anew on the buffers to sum."""
         self._make_all_reduce = make_all_reduce
-        self._layouts = NodeLayouts(self._world.size, virtual_ranks=self._virtual_ranks)
+        self._layouts = NodeLayouts(self._world.size, virtual_ranks=self._virtual_ranks, in_turn=self._in_turn)
         self._know([])
         self._sent: AllReduce | None = None
         self.adopt()
@@ -100,9 +102,8 @@ class BufferTransaction:
 
     def start(self, *, leaves: int) -> None:
         """Begin a step. Values that the user has written since the last one are the values before this step."""
-        self._leaves = leaves
-        self._changes, self._damaged = {}, False
-        self._committed, self._makes = [], False
+        self._leaves, self._changes, self._committed = leaves, {}, []
+        self._damaged = self._makes = False
         if self._tracked:
             self._keep()
         if self._virtual_ranks > 1:
@@ -363,8 +364,7 @@ class BufferTransaction:
 
     def _apply(self, total: Tensor) -> None:
         changed, values = self._places().unpack(total, leaves=self._leaves)
-        known = [self._tracked[i] for i in self._known]
-        self._committed = [tracked for tracked, flag in zip(known, changed, strict=True) if flag]
+        self._committed = [self._tracked[i] for i, flag in zip(self._known, changed, strict=True) if flag]
         commit(self._committed, [value for value, flag in zip(values, changed, strict=True) if flag])
 
     def _device(self) -> torch.device:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -43,17 +44,18 @@ class NodeLayout:
     """The number of leaves of the step."""
 
     @classmethod
-    def of(cls, *, leaves: int, world_size: int, virtual_ranks: int) -> NodeLayout:
-        """Return the layout of a step. Pure."""
-        blocks = (rank_block(r, world_size=world_size, virtual_ranks=virtual_ranks) for r in range(world_size))
+    def of(cls, *, leaves: int, world_size: int, virtual_ranks: int, in_turn: bool = False) -> NodeLayout:
+        """Return the layout of a step; see `rank_block`. Pure."""
+        deal = partial(rank_block, world_size=world_size, virtual_ranks=virtual_ranks, in_turn=in_turn)
+        blocks = map(deal, range(world_size))
         return cls(tuple(tuple(nodes_of(block, leaves=leaves)) for block in blocks), leaves)
 
 
 class NodeLayouts:
     """The layouts of a run's steps, each computed once for its number of leaves."""
 
-    def __init__(self, world_size: int, *, virtual_ranks: int) -> None:
-        self._world_size, self._virtual_ranks = world_size, virtual_ranks
+    def __init__(self, world_size: int, *, virtual_ranks: int, in_turn: bool = False) -> None:
+        self._make = partial(NodeLayout.of, world_size=world_size, virtual_ranks=virtual_ranks, in_turn=in_turn)
         self._by_leaves: dict[int, NodeLayout] = {}
         self.widest = self.of(virtual_ranks)
         """The layout with all virtual ranks, in which every rank has the most nodes."""
@@ -62,8 +64,7 @@ class NodeLayouts:
         """Return the layout of a step."""
         layout = self._by_leaves.get(leaves)
         if layout is None:
-            layout = NodeLayout.of(leaves=leaves, world_size=self._world_size, virtual_ranks=self._virtual_ranks)
-            self._by_leaves[leaves] = layout
+            layout = self._by_leaves[leaves] = self._make(leaves=leaves)
         return layout
 
 

@@ -50,14 +50,23 @@ def owner(place: int, parts: int) -> int:
     return place % parts
 
 
-def rank_block(rank: int, *, world_size: int, virtual_ranks: int) -> range:
-    """Return the contiguous block of virtual ranks that one rank computes; blocks differ in length by at most one.
+def rank_block(rank: int, *, world_size: int, virtual_ranks: int, in_turn: bool = False) -> range:
+    """Return the virtual ranks that one rank computes, in order; ranks differ by at most one in their number.
+
+    Args:
+        rank: The rank.
+        world_size: The number of ranks.
+        virtual_ranks: The number of virtual ranks.
+        in_turn: If False, they are a contiguous block, so that a rank can add up most of what it computes. If True,
+            virtual rank v is computed by rank v modulo world_size, so that ranks compute neighbours at the same time.
 
     Raises:
         ValueError: There are more ranks than virtual ranks, or `rank` is outside [0, world_size).
 
     >>> [rank_block(r, world_size=3, virtual_ranks=8) for r in range(3)]
     [range(0, 2), range(2, 5), range(5, 8)]
+    >>> [[*rank_block(r, world_size=3, virtual_ranks=8, in_turn=True)] for r in range(3)]
+    [[0, 3, 6], [1, 4, 7], [2, 5]]
     """
     if world_size > virtual_ranks:
         idle = world_size - virtual_ranks
@@ -67,6 +76,8 @@ def rank_block(rank: int, *, world_size: int, virtual_ranks: int) -> range:
         )
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is outside [0, {world_size})")
+    if in_turn:
+        return range(rank, virtual_ranks, world_size)
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
 
 

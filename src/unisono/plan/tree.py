@@ -25,7 +25,7 @@ class Node(NamedTuple):
 
 
 def nodes_of(block: range, *, leaves: int) -> list[Node]:
-    """Return the largest whole nodes that make up a contiguous block of leaves, in order.
+    """Return the largest whole nodes that make up a contiguous block of leaves, in order; else each leaf of the block.
 
     Leaves from number `leaves` on do not exist: a block that contains all existing leaves of a node contains the node.
 
@@ -33,7 +33,11 @@ def nodes_of(block: range, *, leaves: int) -> list[Node]:
     [Node(start=2, stop=4), Node(start=4, stop=5)]
     >>> nodes_of(range(4, 8), leaves=7)
     [Node(start=4, stop=7)]
+    >>> nodes_of(range(1, 8, 3), leaves=7)
+    [Node(start=1, stop=2), Node(start=4, stop=5)]
     """
+    if block.step > 1:
+        return [Node(leaf, leaf + 1) for leaf in block if leaf < leaves]
     nodes: list[Node] = []
     start, stop = block.start, min(block.stop, leaves)
     while start < stop:

@@ -203,6 +203,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         noting=recovery.noting,
         is_cut=isinstance(settings.parallel, Pipeline),
         is_divided=isinstance(settings.parallel, Shard),
+        in_turn=isinstance(cut, DividedModel) and cut.divides_sums,
         ranks_of_replica=cut.ranks.size if isinstance(cut, CutModel) else 1,
         resizing=recovery,
         saving=keeper.announcement,

@@ -31,7 +31,10 @@ class ByVirtualRank:
 
     @property
     def local_virtual_ranks(self) -> range:
-        """The virtual ranks that this rank computes, a contiguous block; all of them with one rank."""
+        """The virtual ranks that this rank computes: a contiguous block, and all of them with one rank.
+
+        With `Shard(sums="divided")` it is every W-th one of W ranks.
+        """
         return self._run.block
 
     def generator(self, name: str, virtual_rank: int, *, device: str | torch.device = "cpu") -> torch.Generator:

@@ -40,7 +40,7 @@ def check_totals(totals: Totals, batch: Batch, *, world: World, gradients: StepG
             for share, value in gradients.losses
             if not math.isfinite(value.item())
         ]
-        found = [share for shares in world.gather(bad, "trainer.step") for share in shares]
+        found = sorted(share for shares in world.gather(bad, "trainer.step") for share in shares)
         raise NonFiniteLossError(_describe_bad(totals.loss, where, found, hint=gradients.hint))
     if totals.weight == 0:
         raise LossError(

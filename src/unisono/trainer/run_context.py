@@ -64,6 +64,8 @@ class RunContext:
     """True if the user has the model cut over ranks, also if this number of ranks leaves it whole."""
     is_divided: bool = False
     """True if the user has weights and optimizer state divided over ranks, also with one rank."""
+    in_turn: bool = False
+    """True if virtual ranks are dealt to ranks in turn, and not in blocks of neighbours."""
     ranks_of_replica: int = 1
     """Number of ranks over which each replica of the model is cut; they follow each other."""
     resizing: Agreement = field(default_factory=_NoAgreement)
@@ -91,7 +93,8 @@ class RunContext:
 
     def _block_of(self, rank: int) -> range:
         replicas = self.world.size // self.ranks_of_replica
-        return rank_block(rank // self.ranks_of_replica, world_size=replicas, virtual_ranks=self.virtual_ranks)
+        own = rank // self.ranks_of_replica
+        return rank_block(own, world_size=replicas, virtual_ranks=self.virtual_ranks, in_turn=self.in_turn)
 
     def wants(self) -> Wants:
         """Return what this rank wants to be done after the present step."""

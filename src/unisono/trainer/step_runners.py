@@ -89,6 +89,7 @@ def engines_of_layout(
             engines.comparison,
             virtual_ranks=virtual_ranks,
             overlap=settings.overlap,
+            divides_sums=cut.divides_sums,
         )
         return sharded, BufferTransaction(
             modules,
@@ -96,6 +97,7 @@ def engines_of_layout(
             sharded.all_reduce,
             virtual_ranks=virtual_ranks,
             parameters_move=not cut.division.keeps_weights,
+            in_turn=cut.divides_sums,
         )
     return engines, BufferTransaction(
         modules,

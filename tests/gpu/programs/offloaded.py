@@ -1,7 +1,8 @@
 """Trains a model of P bytes whose parts may be kept in memory of the CPU, on a simulated device.
 
 Prints what the device had at most while the Trainer was made, and in steps, and what it has between steps, in parts of
-P, on the rank that takes most. Arguments: "built" or "given", and settings of Shard.
+P, on the rank that takes most. Arguments: "built" or "given", settings of Shard, and "shares" for four shares on each
+rank.
 """
 
 import sys
@@ -17,6 +18,8 @@ NBYTES = BLOCKS * (WIDTH + 1) * WIDTH * 4
 how, *given = sys.argv[1:]
 settings = {"offload": True} if "offload" in given else {}
 settings |= {"zero": 1} if "zero1" in given else {}
+settings |= {"sums": "divided"} if "sums" in given else {}
+virtual_ranks = unisono.world_size() * (4 if "shares" in given else 1)
 
 
 def make():
@@ -32,7 +35,7 @@ parallel = unisono.parallel.Shard(**settings)
 model = unisono.parallel.build(make, parallel=parallel) if how == "built" else make()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 trainer = unisono.Trainer(
-    model, optimizer, virtual_ranks=unisono.world_size(), progress=False, parallel=parallel, clip_grad_norm=1.0
+    model, optimizer, virtual_ranks=virtual_ranks, progress=False, parallel=parallel, clip_grad_norm=1.0
 )
 data = TensorDataset(torch.randn(48, WIDTH))
 begun = most()

@@ -163,6 +163,10 @@ HOW = {
     "offload": lambda names: unisono.parallel.Shard(offload=True, unit_bytes=1),
     "offload_size": lambda names: unisono.parallel.Shard(offload=True, by="size", unit_bytes=3000, replicas=2),
     "offload_zero1": lambda names: unisono.parallel.Shard(offload=True, zero=1),
+    "sums": lambda names: unisono.parallel.Shard(unit_bytes=1, sums="divided"),
+    "sums_size": lambda names: unisono.parallel.Shard(by="size", unit_bytes=3000, replicas=2, sums="divided"),
+    "sums_zero1": lambda names: unisono.parallel.Shard(zero=1, sums="divided"),
+    "sums_offload": lambda names: unisono.parallel.Shard(offload=True, unit_bytes=2500, sums="divided"),
     "replicas": lambda names: unisono.parallel.Shard(by=names, replicas=2),
     "size_replicas": lambda names: unisono.parallel.Shard(by="size", unit_bytes=3000, replicas=2),
 }

@@ -148,6 +148,7 @@ CASES = {
     "a size with zero=1": lambda: Shard(zero=1, unit_bytes=64),
     "no size": lambda: Shard(by="size", unit_bytes=0),
     "zero": lambda: Shard(zero=2),
+    "sums": lambda: Shard(sums="parts"),
     "zero=1 by size": lambda: Shard(zero=1, by="size"),
     "zero=1 and replicas": lambda: Shard(zero=1, replicas=2),
     "no replica": lambda: Shard(replicas=0),

@@ -1,6 +1,6 @@
 """A run of a model that is divided over ranks, with a directory.
 
-Arguments: the directory; "block", the names of blocks, "stages:", "zero1:" or "zero3:" and the beginnings of
+Arguments: the directory; "block", "sums", the names of blocks, "stages:", "zero1:" or "zero3:" and the beginnings of
 stages, or "" to leave the model whole; and options: max_steps=N ends early; term=N sends SIGTERM to the launcher at
 step N; die=N kills rank 1 there once; by_time saves by time alone; best keeps the best checkpoint. All export their
 weights after step 3, and load them after step 6.
@@ -29,8 +29,8 @@ def parallel():
         zero = None if kind == "stages" else int(kind[-1])
         replicas = 2 if unisono.world_size() == 4 else None
         return unisono.parallel.Pipeline(stages=names.split(","), zero=zero, replicas=replicas)
-    if how == "block":
-        return unisono.parallel.Shard(unit_bytes=1)
+    if how in ("block", "sums"):
+        return unisono.parallel.Shard(unit_bytes=1, sums="divided" if how == "sums" else "whole")
     return unisono.parallel.Shard(by=how.split(",")) if how else None
 
 

@@ -86,6 +86,11 @@ def another_division(given):
 
 
 @start
+def another_place_of_sums(given):
+    given["parallel"] = unisono.parallel.Shard(sums="divided" if RANK else "whole")
+
+
+@start
 def another_learning_rate(given):
     given["optimizer"].param_groups[0]["lr"] = 0.02
 
@@ -203,7 +208,7 @@ def try_starts():
         given = {"model": model, "optimizer": optimizer, "virtual_ranks": 4, "progress": False}
         if "scheduler" in name or "step_size" in name:
             given["scheduler"] = StepLR(optimizer, 2)
-        if name in ("another_directory", "another_division") or RANK == 1:
+        if name in ("another_directory", "another_division", "another_place_of_sums") or RANK == 1:
             change(given)
         try:
             unisono.Trainer(**given)

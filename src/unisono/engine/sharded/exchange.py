@@ -6,6 +6,8 @@ unit it needs next, or that it has done all of its work, and which units' gradie
 that some rank needs are then sent to the ranks that need them, and the gradients of units that are complete on all
 ranks are summed. A rank that fails tells it in the same way, so none waits for it.
 
+Where sums are divided, the gradients of each turn of leaves are summed before the next turn begins (`meet`).
+
 The sum of a unit's gradients follows the plan's tree: each rank gets the rows of all others for its own part, and
 finishes the tree there. This is the first phase of `engine.tree_all_reduce`. In the place of its second phase, ranks
 that keep the same weights send each other their updated parts (`spread`); without replicas there are none.
@@ -31,12 +33,12 @@ from unisono.errors import PeerError, UnisonoError
 from unisono.job.user_function import uncounted_collectives
 from unisono.plan import Node, fold
 
-__all__ = ["GradientRow", "UnitExchange"]
+__all__ = ["GradientRow", "UnitExchange", "add_runs"]
 
 GradientRow = Mapping[int, Tensor | None]
 """The sums of a unit's gradients over a node, by the number of the parameter in the unit."""
 
-_DONE, _FAILED = -1, -2
+_DONE, _FAILED, _MET = -1, -2, -3
 _BITS = 62
 """Flags in a number of 64 bits."""
 _BROKEN = (
@@ -47,6 +49,8 @@ _BROKEN = (
 
 class UnitExchange:
     """Exchanges the weights and gradients of units. The calls are `begin`, `need` and `complete`, and `end` or `fail`.
+
+    Where the gradients of leaves are summed in turns, `meet` is called between two leaves of a rank.
 
     Args:
         world: The ranks.
@@ -62,6 +66,8 @@ class UnitExchange:
         self._complete: set[int] = set()
         self._reduced: set[int] = set()
         self._reduce: Callable[[int], None] = _reduce_nothing
+        self.turn = 0
+        """How often ranks have met since `begin`. Equal on all ranks."""
 
     def begin(self, reduce: Callable[[int], None] | None = None) -> None:
         """Begin to compute. Every rank must call it.
@@ -72,7 +78,7 @@ class UnitExchange:
         """
         if self._is_broken:
             raise UnisonoError(_BROKEN)
-        self._is_open = True
+        self._is_open, self.turn = True, 0
         self._complete, self._reduced = set(), set()
         self._reduce = _reduce_nothing if reduce is None else reduce
 
@@ -87,6 +93,21 @@ class UnitExchange:
     def complete(self, unit: int) -> None:
         """Note that this rank has all of its gradients of a unit. They are summed in a later round."""
         self._complete.add(unit)
+
+    def meet(self) -> None:
+        """Wait until the gradients of this turn are summed, before this rank begins another leaf.
+
+        Ranks without another one have called `end`. So no rank is ahead of others by a leaf: the flags of a round
+        belong to one turn, and no gradients wait for those of slower ranks.
+
+        Raises:
+            PeerError: Another rank has failed.
+        """
+        self._complete.update(range(len(self._units)))
+        turn = self.turn
+        while self.turn == turn:
+            self._round(_MET)
+        self._complete = set()
 
     def end(self) -> None:
         """Take part in rounds until all ranks have done their work. Every rank must call it.
@@ -154,13 +175,16 @@ class UnitExchange:
             if failed:
                 self._is_open = False
             else:
-                for unit in sorted({vote[0] for vote in votes if vote[0] != _DONE}):
+                needed = {vote[0] for vote in votes} - {_DONE, _MET}
+                for unit in sorted(needed):
                     self._send_weights(unit, [rank for rank, vote in enumerate(votes) if vote[0] == unit])
                 everywhere = [_flags(vote[1:]) for vote in votes]
                 for unit in sorted(set.intersection(*everywhere) - self._reduced):
                     self._reduced.add(unit)
                     self._reduce(unit)
                 self._is_open = any(vote[0] != _DONE for vote in votes)
+                if self._is_open and not needed:  # all units are complete on all ranks
+                    self.turn, self._reduced = self.turn + 1, set()
         if failed and wanted != _FAILED:
             raise PeerError(
                 f"rank {failed[0]} failed while this rank needed its part of the model; its own error says why. "
@@ -230,9 +254,40 @@ class UnitExchange:
         for peer, of_peer in enumerate(nodes.nodes):
             for node, row in zip(of_peer, received[peer], strict=True):
                 values[node] = layouts[rank].runs(row)
-        totals = fold(values, leaves=nodes.leaves, add=_add)
+        totals = fold(values, leaves=nodes.leaves, add=add_runs)
         for place, total in zip(layouts[rank].runs(out), totals, strict=True):
             place.copy_(total)
+
+    def give_parts(
+        self, unit: ShardedUnit, layouts: Sequence[PieceLayout], row: dict[int, Tensor | None] | None, *, givers: int
+    ) -> list[Tensor]:
+        """Send a leaf's gradients of a unit to the ranks that keep their sums. Every rank must call it.
+
+        Memory: the row and a copy of it, and this rank's part of those of all ranks. Traffic: the row but for this
+        rank's part.
+
+        Args:
+            unit: The unit.
+            layouts: The pieces of each rank that have gradients.
+            row: The gradients of this rank's leaf; None if it has none. It is emptied.
+            givers: How many ranks have a leaf: the first ones.
+
+        Returns:
+            This rank's part of the gradients of these ranks, each as bytes.
+        """
+        rank, sent = self._world.rank, {}
+        received = {
+            peer: torch.empty(layouts[rank].nbytes, dtype=torch.uint8, device=unit.device)
+            for peer in self._peers()
+            if peer < givers
+        }
+        if row is not None:
+            sent = {peer: _pack(unit, layout, [row])[0] for peer, layout in enumerate(layouts)}
+            row.clear()
+        own = {rank: sent.pop(rank)} if row is not None else {}
+        self._transfer(sent, received)
+        received |= own
+        return [received[giver] for giver in range(givers)]
 
     def _peers(self) -> list[int]:
         return [(self._world.rank + i) % self._world.size for i in range(1, self._world.size)]
@@ -289,7 +344,8 @@ def _pack(unit: ShardedUnit, layout: PieceLayout, rows: Sequence[GradientRow]) -
     return packed
 
 
-def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+def add_runs(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    """Return the sum of two parts of gradients, one vector for each dtype, in place on the left."""
     for a, b in zip(left, right, strict=True):
         a.add_(b)
     return left

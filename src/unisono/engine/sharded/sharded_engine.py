@@ -4,7 +4,7 @@ A rank's gradients of its last leaf are taken while backward runs. Once those of
 are summed in the order of the plan's tree, and each rank keeps its own part (`engine.sharded.exchange`). So if each
 rank has one leaf, it holds whole gradients of one unit at a time. With several leaves it holds the sums of the earlier
 ones whole until the last: which of them the tree adds lie on the same rank, so parts of them on other ranks would take
-as much memory, and more traffic.
+as much memory, and more traffic. `divided_sums_engine` deals leaves in another way.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class ShardedEngine(GradientAccumulation):
         virtual_ranks: Shares of a whole batch.
         overlap: If False, no gradient is added or taken before backward has ended.
         streams: If False, none is taken before that.
+        in_turn: True if virtual ranks are dealt to ranks in turn.
     """
 
     divides_update = True
@@ -80,8 +81,9 @@ class ShardedEngine(GradientAccumulation):
         virtual_ranks: int,
         overlap: bool,
         streams: bool = True,
+        in_turn: bool = False,
     ) -> None:
-        layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
+        layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks, in_turn=in_turn)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap, streams=streams)
         self._world, self._division = world, division
         self.copies_weights = division.keeps_weights

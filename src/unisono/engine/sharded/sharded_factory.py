@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from unisono.collectives.world import World
 from unisono.engine.consistency import ConsistencyCheck
 from unisono.engine.host_tree_all_reduce import group_all_reduce
+from unisono.engine.sharded.divided_sums_engine import DividedSumsEngine
 from unisono.engine.sharded.division import DividedWeights, Division
 from unisono.engine.sharded.sharded_engine import ShardedEngine
 from unisono.engine.tree_all_reduce import MakeAllReduce
@@ -29,6 +30,7 @@ class ShardedEngineFactory:
         comparison: Compares what all ranks are about to do.
         virtual_ranks: Shares of a whole batch.
         overlap: If False, no gradient is added or taken before backward has ended.
+        divides_sums: True to divide the sums of gradients after each leaf, which are dealt in turn then.
     """
 
     shares = False
@@ -42,9 +44,11 @@ class ShardedEngineFactory:
         *,
         virtual_ranks: int,
         overlap: bool,
+        divides_sums: bool = False,
     ) -> None:
         self._world, self._modules, self._division = world, modules, division
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
+        self._make = DividedSumsEngine if divides_sums else ShardedEngine
         self._made: list[ShardedEngine] = []
         self.comparison = comparison
 
@@ -60,7 +64,7 @@ class ShardedEngineFactory:
 
     def engine(self, optimizer: Optimizer) -> ShardedEngine:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""
-        made = ShardedEngine(
+        made = self._make(
             optimizer,
             self._modules,
             self._world,

@@ -84,6 +84,8 @@ class DividedModel:
         caller: Caller = TRAINER,
     ) -> None:
         self.model, self._shard, self._world, self._device, self._caller = model, shard, world, device, caller
+        self.divides_sums = shard.sums == "divided"
+        """True if sums of gradients are divided over ranks after each share."""
         built = built_parts(model)
         if built is None:
             check_memory(model)

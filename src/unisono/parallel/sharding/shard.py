@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from unisono.arguments import flag, whole
+from unisono.arguments import choice, flag, whole
 from unisono.text import a_type
 
 __all__ = ["Shard"]
@@ -45,6 +45,10 @@ class Shard:
             has the parameters and gradients of the blocks that compute, and activations. With zero=1 a GPU has all
             weights, and the CPU the summed gradients and the optimizer's state. It also works with one rank. Bits are
             those of one rank with offload. On the CPU it changes nothing.
+        sums: Where the gradients of a rank's earlier virtual ranks are kept, if it has several. "whole": on the rank
+            until its last one, up to 1 + log2(virtual ranks of a rank) times the size of the model. "divided": in parts
+            on all ranks; then they are sent after each virtual rank, v is computed by rank v mod W of W ranks, and a
+            rank keeps at most 1 + log2(virtual ranks) times a W-th of the model. Changes no bit.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -56,6 +60,7 @@ class Shard:
     zero: Literal[1, 3] = 3
     replicas: int = 1
     offload: bool = False
+    sums: Literal["whole", "divided"] = "whole"
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -69,6 +74,7 @@ class Shard:
                 )
         whole("replicas", self.replicas, least=1, meant="a whole number, such as 2")
         flag("offload", self.offload)
+        choice("sums", self.sums, ("whole", "divided"))
         if whole("zero", self.zero) not in (1, 3):
             raise ValueError(
                 f"zero={self.zero} must be 3, which divides weights, gradients and the optimizer's state, or 1, which "
