@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.model_profile import profile_model
 from unisono.estimate.operator_times import OperatorTimes
-from unisono.estimate.stage_memory import cut, with_stage
+from unisono.estimate.stage_memory import cut, with_stages
 from unisono.estimate.step_memory import (
     RankShare,
     in_one_process,
@@ -97,8 +97,18 @@ def test_stages_have_the_passes_of_the_model_once(record):
 def test_a_stage_keeps_its_part_of_the_state(record, schedule, replicas, zero):
     passes = make_schedule(schedule, ranks=2, micro_batches=LEAVES // replicas)
     for number, stage in enumerate(cut(record, ["2"])):
-        used, _ = alive_after(with_stage(share(record, replicas), stage, passes.actions[number], zero=zero))
+        used, _ = alive_after(with_stages(share(record, replicas), {number: stage}, passes.actions[number], zero=zero))
         divides = zero and replicas > 1
         assert used["activations"] == 0
         assert used["optimizer"] == pytest.approx(WEIGHTS / (2 if divides else 1), rel=0.03)
         assert used["parameters"] == pytest.approx(WEIGHTS / 2 * (1.5 if divides else 1), rel=0.03)
+
+
+def test_a_rank_keeps_the_state_of_several_stages_and_updates_them_at_once(record):
+    passes = make_schedule("interleaved", ranks=2, micro_batches=LEAVES, stages_per_rank=2)
+    stages = cut(record, ["1", "2", "3"])
+    for rank in range(2):
+        own = {number: stages[number] for number in (rank, rank + 2)}
+        used, _ = alive_after(with_stages(share(record, 1), own, passes.actions[rank], zero=False))
+        assert used["activations"] == 0
+        assert [used[kind] / WEIGHTS for kind in ("parameters", "optimizer")] == pytest.approx([0.5, 1], rel=0.03)

@@ -15,7 +15,7 @@ from unisono.estimate.crowding import Load, crowding
 from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
 from unisono.estimate.operator_times import OperatorTimes, time_beside_operators
-from unisono.estimate.pipelines import Uncut, costs_of_pipelines, stage_counts
+from unisono.estimate.pipelines import Uncut, all_stage_counts, costs_of_pipelines
 from unisono.estimate.rates import link_rate, memory_rate
 from unisono.estimate.recommendation import fits
 from unisono.estimate.trials import try_layout
@@ -97,7 +97,6 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     """
     tell("importing the model")
     build = find_build(request.target)
-    stages = [count for count in stage_counts(request.ranks) if request.ranks // count <= request.virtual_ranks]
     workload = Workload(
         ranks=request.ranks,
         virtual_ranks=request.virtual_ranks,
@@ -105,7 +104,7 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     )
     with BareRank(build) as bare:
         tell("timing operators" if not request.measures else "running a micro-batch")
-        profile, slowdown = _profile(build, request, stages)
+        profile, slowdown = _profile(build, request, all_stage_counts(workload))
         machine = Machine(
             base_nbytes=bare.base_nbytes,
             replay=bare.replay,

@@ -199,10 +199,19 @@ class _DividedUnit:
 
 
 class DividedSteps:
-    """The steps of a rank with a part of the state; see `ShardedEngine` and `UnitExchange`."""
+    """The steps of a rank with a part of the state; see `ShardedEngine` and `UnitExchange`.
 
-    def __init__(self, share: RankShare, units: Sequence[Sequence[int]], replicas: int) -> None:
-        self.share, self.trace = share, MemoryTrace()
+    Args:
+        share: What the rank computes.
+        units: The numbers of the parameters of each unit.
+        replicas: How often all weights are kept.
+        trace: Gets the operations. None: a new one.
+    """
+
+    def __init__(
+        self, share: RankShare, units: Sequence[Sequence[int]], replicas: int, trace: MemoryTrace | None = None
+    ) -> None:
+        self.share, self.trace = share, MemoryTrace() if trace is None else trace
         parameters = share.record.parameters
         self.grid = ShardGrid(rank=share.rank, ranks=len(share.layout.nodes), replicas=replicas)
         self.units = [_DividedUnit(unit, parameters, self.grid) for unit in units if unit]
