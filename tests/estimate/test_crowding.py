@@ -55,5 +55,16 @@ def test_operators_that_take_most_stand_for_a_model():
     assert times.calls == 3
 
 
+def test_operators_are_noted_and_timed_together():
+    times = OperatorTimes()
+    large, small = torch.ones(300, 300), torch.ones(2, 2)
+    noted = [times.note(torch.ops.aten.mm.default, (each, each), {}, each) for each in (large, large, small)]
+    assert noted[0] is noted[1] is not noted[2]
+    assert times.note(torch.ops.aten.t.default, (small,), {}, small) is None  # a view takes no memory
+    assert times.sum_of(noted) == 0
+    times.measure()
+    assert times.sum_of(noted[:1]) > times.sum_of(noted[2:]) > 0
+
+
 def test_an_operator_takes_little_longer_in_a_model_than_by_itself():
     assert 0 <= time_beside_operators() < 5e-3
