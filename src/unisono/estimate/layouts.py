@@ -153,15 +153,16 @@ def sum_traffic(whole: int, layout: NodeLayout, rank: int) -> int:
 def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shares = workload.shares_of(ranks)
     sent = sum_traffic(whole, layout, rank)
-    step_s = (
-        compute_s(profile, shares, workload.micro_batches)
-        + _additions_s(profile, workload, machine)
+    step_s = EXCHANGE_S + machine.crowded_s(
+        ranks,
+        computing_s=compute_s(profile, shares, workload.micro_batches),
+        moving_s=_additions_s(profile, workload, machine)
         + _moved_s((len(layout.nodes[rank]) * _COPY + _COPY) * whole, machine)
         + profile.update_s
-    ) * crowding + sending_s(sent, machine)
-    step_s += EXCHANGE_S
+        + sending_s(sent, machine),
+    )
     return LayoutCost(
         name=f"{workload.ranks} replicas",
         code='engine="collective"' if workload.hosts == 1 else "",
@@ -175,7 +176,7 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
 def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shares = workload.shares_of(ranks)
     nodes = sum(map(len, layout.nodes))
     is_large = profile.parameters_nbytes >= _SMALL_NBYTES
     if not is_large:
@@ -187,14 +188,15 @@ def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
     state, copies = profile.parameters_nbytes + profile.optimizer_nbytes, 0
     if workload.recovers:
         copies = state + ((TURNS - 1) * whole if is_large and profile.is_elementwise else 0)
-    step_s = (
-        compute_s(profile, shares, workload.micro_batches)
-        + _additions_s(profile, workload, machine)
+    step_s = machine.crowded_s(
+        ranks,
+        computing_s=compute_s(profile, shares, workload.micro_batches),
+        moving_s=_additions_s(profile, workload, machine)
         + _moved_s(len(layout.nodes[rank]) * _COPY * whole * (ranks - 1) / ranks, machine)
         + _moved_s((nodes - 1) * _ADDITION * whole / ranks, machine)
         + profile.update_s / ranks
-        + (_moved_s(_COPY * state / ranks / TURNS, machine) if workload.recovers else 0)
-    ) * crowding
+        + (_moved_s(_COPY * state / ranks / TURNS, machine) if workload.recovers else 0),
+    )
     return LayoutCost(
         name=f"{ranks} ranks, shared memory",
         code="",
@@ -216,16 +218,18 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
     """Return the cost of weights that are whole on each rank, with an optimizer whose state is divided."""
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shares = workload.shares_of(ranks)
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
     sent = round((ranks - 1) / ranks * (own_rows * whole + profile.parameters_nbytes))
     moved = own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + _COPY * profile.parameters_nbytes
-    step_s = (
-        compute_s(profile, shares, workload.micro_batches)
-        + _additions_s(profile, workload, machine)
+    step_s = machine.crowded_s(
+        ranks,
+        computing_s=compute_s(profile, shares, workload.micro_batches),
+        moving_s=_additions_s(profile, workload, machine)
         + _moved_s(moved, machine)
         + profile.update_s / ranks
-    ) * crowding + sending_s(sent, machine)
+        + sending_s(sent, machine),
+    )
     step_s += (1 + 2 * len(profile.record.units["size"])) * EXCHANGE_S  # a vote; sums and new weights of each unit
     return LayoutCost(
         name=f"{ranks} ranks, zero=1",
@@ -254,7 +258,7 @@ def _shards(
 ) -> LayoutCost:
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shares = workload.shares_of(ranks)
     shards = ranks // replicas
     given = f"replicas={replicas}" if replicas > 1 else f'by="{by}"'
     trace = with_shards(_share(profile, workload, ranks), by=by, replicas=replicas)
@@ -267,13 +271,16 @@ def _shards(
         + (ranks - 1) / ranks * own_rows * whole
         + (replicas - 1) / ranks * profile.parameters_nbytes
     )
-    step_s = (
-        compute_s(profile, shares, workload.micro_batches)
-        + _additions_s(profile, workload, machine)
-        + _moved_s(own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY, machine)
+    moved = own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY
+    step_s = machine.crowded_s(
+        ranks,
+        computing_s=compute_s(profile, shares, workload.micro_batches)
+        + (passes * len(profile.record.passes) * _LOOK_S if by == "size" else 0),
+        moving_s=_additions_s(profile, workload, machine)
+        + _moved_s(moved, machine)
         + profile.update_s / ranks
-        + (passes * len(profile.record.passes) * _LOOK_S if by == "size" else 0)
-    ) * crowding + sending_s(sent, machine)
+        + sending_s(sent, machine),
+    )
     step_s += _exchanges(profile, by, passes) * EXCHANGE_S
     name = f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards"
     return LayoutCost(

@@ -196,12 +196,13 @@ def _cost(
         )
     assert most is not None
     exchanges = 2 * micro_batches * of.stages // of.ranks
+    step_s = machine.crowded_s(workload.ranks, computing_s=expected.timeline.duration, moving_s=slowest_s)
     return LayoutCost(
         name=of.name,
         code=of.code(begins, expected.schedule),
         memory=most,
         sent_nbytes=sent_most,
-        step_s=(expected.timeline.duration + slowest_s) * machine.crowding(workload.ranks) + exchanges * EXCHANGE_S,
+        step_s=step_s + exchanges * EXCHANGE_S,
         waiting=expected.timeline.bubble,
         ranks=workload.ranks,
     )
