@@ -15,7 +15,7 @@ SIZES = "--ranks 2 --batch 32"
 ALONE = "--ranks 1 --batch 32"
 """Those of tests that do not look at layouts: operators of several ranks are timed side by side for some seconds."""
 COMMANDS = {
-    "text": f"{MODELS}:build {SIZES}",
+    "text": f"{MODELS}:build {SIZES} --offload",
     "four": f"{MODELS}:build --ranks 4 --batch 32 --json",
     "half": f"{MODELS}:build {ALONE} --micro-batch 2 --json",
     "real": f"{MODELS}:build {ALONE} --measure --json",
@@ -69,6 +69,7 @@ def test_the_table_has_80_columns_and_ends_with_what_to_type(answers):
     assert rows[:4] == ["one process", "2 ranks, shared memory", "2 replicas", "2 ranks, zero=1"]
     assert rows[4:] == ["2 shards", "2 shards by size", "2 stages", "4 stages on 2 ranks"]
     assert max(map(len, lines[:-2])) <= 80
+    assert re.search(r"\n2 shards, offload +\d+ +\d+\ntensors at most in steps", answers["text"]["out"])
     assert "unisono.Trainer(model, optimizer, virtual_ranks=8" in lines[-2]
     assert lines[-1].strip() in ("python train.py", "unisono run -n 2 train.py")
 

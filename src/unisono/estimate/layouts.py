@@ -24,7 +24,7 @@ from unisono.estimate.step_memory import (
     with_shared_memory,
 )
 
-__all__ = ["EXCHANGE_S", "busiest", "costs_without_stages", "memory_of", "sending_s", "sum_traffic"]
+__all__ = ["EXCHANGE_S", "busiest", "costs_without_stages", "memory_of", "sending_s", "share_of", "sum_traffic"]
 
 _SMALL_NBYTES = 1 << 20
 """Models below this size have other rows in shared memory, which are as small as they are."""
@@ -109,7 +109,7 @@ def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) ->
     return LayoutCost(
         name="one process",
         code="",
-        memory=memory_of(in_one_process(_share(profile, workload, ranks=1)), machine),
+        memory=memory_of(in_one_process(share_of(profile, workload, ranks=1)), machine),
         sent_nbytes=0,
         step_s=step_s,
     )
@@ -120,7 +120,7 @@ def _layout(workload: Workload) -> NodeLayout:
     return NodeLayout.of(leaves=leaves, world_size=workload.ranks, virtual_ranks=leaves)
 
 
-def _share(profile: ModelProfile, workload: Workload, ranks: int) -> RankShare:
+def share_of(profile: ModelProfile, workload: Workload, ranks: int) -> RankShare:
     """Return what the rank with the most shares computes."""
     leaves = workload.virtual_ranks
     layout = NodeLayout.of(leaves=leaves, world_size=ranks, virtual_ranks=leaves)
@@ -166,7 +166,7 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
     return LayoutCost(
         name=f"{workload.ranks} replicas",
         code='engine="collective"' if workload.hosts == 1 else "",
-        memory=memory_of(with_replicas(_share(profile, workload, ranks)), machine),
+        memory=memory_of(with_replicas(share_of(profile, workload, ranks)), machine),
         sent_nbytes=sent,
         step_s=step_s,
         ranks=workload.ranks,
@@ -201,7 +201,7 @@ def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
         name=f"{ranks} ranks, shared memory",
         code="",
         memory=memory_of(
-            with_shared_memory(_share(profile, workload, ranks), keeps_own=not is_large or ranks == 2),
+            with_shared_memory(share_of(profile, workload, ranks), keeps_own=not is_large or ranks == 2),
             machine,
             parameters=profile.parameters_nbytes / ranks,
             gradients=rows * whole / ranks,
@@ -234,7 +234,7 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
     return LayoutCost(
         name=f"{ranks} ranks, zero=1",
         code="parallel=unisono.parallel.Shard(zero=1)",
-        memory=memory_of(with_divided_state(_share(profile, workload, ranks)), machine),
+        memory=memory_of(with_divided_state(share_of(profile, workload, ranks)), machine),
         sent_nbytes=sent,
         step_s=step_s,
         ranks=ranks,
@@ -261,7 +261,7 @@ def _shards(
     shares = workload.shares_of(ranks)
     shards = ranks // replicas
     given = f"replicas={replicas}" if replicas > 1 else f'by="{by}"'
-    trace = with_shards(_share(profile, workload, ranks), by=by, replicas=replicas)
+    trace = with_shards(share_of(profile, workload, ranks), by=by, replicas=replicas)
     rest = profile.units_nbytes(by)[0] if by == "block" else 0
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
     blocks = profile.parameters_nbytes - rest

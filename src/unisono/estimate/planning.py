@@ -13,6 +13,7 @@ from unisono.errors import EstimateError
 from unisono.estimate.bare_rank import BareRank
 from unisono.estimate.costs import LayoutCost, Machine, Trial, Workload
 from unisono.estimate.crowding import Load, crowding
+from unisono.estimate.device_memory import DeviceMemory, memory_on_devices
 from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
 from unisono.estimate.operator_times import OperatorTimes, time_beside_operators
@@ -45,6 +46,8 @@ class Request:
     """True to build and run the model for real."""
     tries: bool = False
     """True to train some steps in each layout that fits."""
+    offloads: bool = False
+    """True to say what GPUs hold, with and without `Shard(offload=True)`."""
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -83,6 +86,8 @@ class Plan:
     costs: tuple[LayoutCost, ...]
     uncut: tuple[Uncut, ...]
     """Pipelines into which the model cannot be cut."""
+    devices: tuple[DeviceMemory, ...] = ()
+    """What GPUs hold, if that was asked for."""
 
 
 def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
@@ -131,6 +136,7 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
         profile=profile,
         costs=tuple(costs),
         uncut=tuple(each for each in found if isinstance(each, Uncut)),
+        devices=tuple(memory_on_devices(profile, workload)) if request.offloads else (),
     )
 
 
