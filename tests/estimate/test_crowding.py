@@ -36,6 +36,7 @@ def test_ranks_beyond_the_cores_take_turns():
         base_nbytes=0,
         replay=lambda _: None,
         memory_bytes_per_s=1,
+        page_bytes_per_s=1,
         link_bytes_per_s=1,
         cores=2,
         slowdown=1.5,

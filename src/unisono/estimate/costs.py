@@ -36,6 +36,8 @@ class Machine:
     replay: Callable[[Sequence[MemoryOperation]], HeapPeak]
     """Returns when a rank that does some operations takes most memory."""
     memory_bytes_per_s: float
+    page_bytes_per_s: float
+    """The rate at which the system makes pages for a process."""
     link_bytes_per_s: float
     """The rate of messages between two ranks of this host, which one copies in and the other one out."""
     cores: int
@@ -74,6 +76,8 @@ class MemoryParts:
     holes: int = 0
     """Parts of the C library's heap that cannot be used again."""
     base: int = 0
+    renewed: int = 0
+    """What each step gives back to the system and takes anew, whose pages are made again. It is in the others."""
 
     @property
     def total(self) -> int:

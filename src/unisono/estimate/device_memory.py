@@ -54,7 +54,7 @@ def _most(trace: MemoryTrace) -> tuple[int, int]:
         elif what == "give":
             is_host, size = blocks.pop(number)
             used[is_host] -= size
-        else:
+        elif what != "step":
             is_host = kind == HOST
             blocks[number] = is_host, nbytes
             used[is_host] += nbytes

@@ -24,7 +24,16 @@ from unisono.estimate.step_memory import (
     with_shared_memory,
 )
 
-__all__ = ["EXCHANGE_S", "busiest", "costs_without_stages", "memory_of", "sending_s", "share_of", "sum_traffic"]
+__all__ = [
+    "EXCHANGE_S",
+    "busiest",
+    "costs_without_stages",
+    "memory_of",
+    "pages_s",
+    "sending_s",
+    "share_of",
+    "sum_traffic",
+]
 
 _SMALL_NBYTES = 1 << 20
 """Models below this size have other rows in shared memory, which are as small as they are."""
@@ -82,6 +91,7 @@ def memory_of(
         copies=round(copies),
         holes=peak.nbytes - sum(used.values()),
         base=machine.base_nbytes,
+        renewed=peak.renewed_nbytes,
     )
 
 
@@ -94,6 +104,11 @@ def _moved_s(nbytes: float, machine: Machine) -> float:
     return nbytes / machine.memory_bytes_per_s
 
 
+def pages_s(memory: MemoryParts, machine: Machine) -> float:
+    """Return the time in which the system makes the pages that a step takes anew."""
+    return memory.renewed / machine.page_bytes_per_s
+
+
 def sending_s(nbytes: float, machine: Machine) -> float:
     """Return the time in which a rank sends this much and receives as much: it copies one in and the other out."""
     return nbytes / machine.link_bytes_per_s
@@ -101,15 +116,17 @@ def sending_s(nbytes: float, machine: Machine) -> float:
 
 def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     leaves, whole = workload.virtual_ranks, profile.gradients_nbytes
+    memory = memory_of(in_one_process(share_of(profile, workload, ranks=1)), machine)
     step_s = (
         compute_s(profile, leaves, workload.micro_batches)
         + _moved_s(((leaves - 1) * _ADDITION + _COPY) * whole, machine)
+        + pages_s(memory, machine)
         + profile.update_s
     )
     return LayoutCost(
         name="one process",
         code="",
-        memory=memory_of(in_one_process(share_of(profile, workload, ranks=1)), machine),
+        memory=memory,
         sent_nbytes=0,
         step_s=step_s,
     )
@@ -155,18 +172,20 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
     rank, whole = busiest(layout), profile.gradients_nbytes
     shares = workload.shares_of(ranks)
     sent = sum_traffic(whole, layout, rank)
+    memory = memory_of(with_replicas(share_of(profile, workload, ranks)), machine)
     step_s = EXCHANGE_S + machine.crowded_s(
         ranks,
         computing_s=compute_s(profile, shares, workload.micro_batches),
         moving_s=_additions_s(profile, workload, machine)
         + _moved_s((len(layout.nodes[rank]) * _COPY + _COPY) * whole, machine)
+        + pages_s(memory, machine)
         + profile.update_s
         + sending_s(sent, machine),
     )
     return LayoutCost(
         name=f"{workload.ranks} replicas",
         code='engine="collective"' if workload.hosts == 1 else "",
-        memory=memory_of(with_replicas(share_of(profile, workload, ranks)), machine),
+        memory=memory,
         sent_nbytes=sent,
         step_s=step_s,
         ranks=workload.ranks,
@@ -188,26 +207,28 @@ def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
     state, copies = profile.parameters_nbytes + profile.optimizer_nbytes, 0
     if workload.recovers:
         copies = state + ((TURNS - 1) * whole if is_large and profile.is_elementwise else 0)
+    memory = memory_of(
+        with_shared_memory(share_of(profile, workload, ranks), keeps_own=not is_large or ranks == 2),
+        machine,
+        parameters=profile.parameters_nbytes / ranks,
+        gradients=rows * whole / ranks,
+        optimizer=profile.optimizer_nbytes / ranks,
+        copies=copies / ranks,
+    )
     step_s = machine.crowded_s(
         ranks,
         computing_s=compute_s(profile, shares, workload.micro_batches),
         moving_s=_additions_s(profile, workload, machine)
         + _moved_s(len(layout.nodes[rank]) * _COPY * whole * (ranks - 1) / ranks, machine)
         + _moved_s((nodes - 1) * _ADDITION * whole / ranks, machine)
+        + pages_s(memory, machine)
         + profile.update_s / ranks
         + (_moved_s(_COPY * state / ranks / TURNS, machine) if workload.recovers else 0),
     )
     return LayoutCost(
         name=f"{ranks} ranks, shared memory",
         code="",
-        memory=memory_of(
-            with_shared_memory(share_of(profile, workload, ranks), keeps_own=not is_large or ranks == 2),
-            machine,
-            parameters=profile.parameters_nbytes / ranks,
-            gradients=rows * whole / ranks,
-            optimizer=profile.optimizer_nbytes / ranks,
-            copies=copies / ranks,
-        ),
+        memory=memory,
         sent_nbytes=0,
         step_s=step_s,
         ranks=ranks,
@@ -222,11 +243,13 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
     sent = round((ranks - 1) / ranks * (own_rows * whole + profile.parameters_nbytes))
     moved = own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + _COPY * profile.parameters_nbytes
+    memory = memory_of(with_divided_state(share_of(profile, workload, ranks)), machine)
     step_s = machine.crowded_s(
         ranks,
         computing_s=compute_s(profile, shares, workload.micro_batches),
         moving_s=_additions_s(profile, workload, machine)
         + _moved_s(moved, machine)
+        + pages_s(memory, machine)
         + profile.update_s / ranks
         + sending_s(sent, machine),
     )
@@ -234,7 +257,7 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
     return LayoutCost(
         name=f"{ranks} ranks, zero=1",
         code="parallel=unisono.parallel.Shard(zero=1)",
-        memory=memory_of(with_divided_state(share_of(profile, workload, ranks)), machine),
+        memory=memory,
         sent_nbytes=sent,
         step_s=step_s,
         ranks=ranks,
@@ -272,12 +295,14 @@ def _shards(
         + (replicas - 1) / ranks * profile.parameters_nbytes
     )
     moved = own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY
+    memory = memory_of(trace, machine)
     step_s = machine.crowded_s(
         ranks,
         computing_s=compute_s(profile, shares, workload.micro_batches)
         + (passes * len(profile.record.passes) * _LOOK_S if by == "size" else 0),
         moving_s=_additions_s(profile, workload, machine)
         + _moved_s(moved, machine)
+        + pages_s(memory, machine)
         + profile.update_s / ranks
         + sending_s(sent, machine),
     )
@@ -286,7 +311,7 @@ def _shards(
     return LayoutCost(
         name=name + (" by size" if by == "size" else ""),
         code=f"parallel=unisono.parallel.Shard({given})",
-        memory=memory_of(trace, machine),
+        memory=memory,
         sent_nbytes=sent,
         step_s=step_s,
         ranks=ranks,

@@ -56,6 +56,11 @@ class MemoryTrace:
         """Take pages outside of the heap, and return the number of the block."""
         return self._add("map", nbytes, kind)
 
+    def begin_step(self, batch_nbytes: int) -> int:
+        """Note that a step begins, and return the number of the block of its batch."""
+        self.operations.append(MemoryOperation("step"))
+        return self.take(batch_nbytes, ACTIVATIONS)
+
     def give(self, block: int | None) -> None:
         """Give a block back; nothing if there is none."""
         if block is not None:

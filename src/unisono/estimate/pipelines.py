@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
-from unisono.estimate.layouts import EXCHANGE_S, busiest, memory_of, sending_s, sum_traffic
+from unisono.estimate.layouts import EXCHANGE_S, busiest, memory_of, pages_s, sending_s, sum_traffic
 from unisono.estimate.model_profile import ModelProfile
 from unisono.estimate.stage_memory import cut, with_stages
 from unisono.estimate.step_memory import RankShare
@@ -192,6 +192,7 @@ def _cost(
             profile.update_s * part / (of.replicas if of.zero else 1)
             + ((shares - 1) * _ADDITION + _SLOTS) * own / machine.memory_bytes_per_s
             + commit
+            + pages_s(memory, machine)
             + sending_s(sums, machine),
         )
     assert most is not None

@@ -18,7 +18,7 @@ from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
 from unisono.estimate.operator_times import OperatorTimes, time_beside_operators
 from unisono.estimate.pipelines import Uncut, all_stage_counts, costs_of_pipelines
-from unisono.estimate.rates import link_rate, memory_rate, pass_over_memory
+from unisono.estimate.rates import link_rate, memory_rate, page_rate, pass_over_memory
 from unisono.estimate.recommendation import fits
 from unisono.estimate.trials import try_layout
 from unisono.estimate.user_build import find_build
@@ -117,6 +117,7 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
                 base_nbytes=bare.base_nbytes,
                 replay=bare.replay,
                 memory_bytes_per_s=memory_rate(),
+                page_bytes_per_s=page_rate(),
                 link_bytes_per_s=link_rate(),
                 cores=usable_cores(),
                 slowdown=crowding(loads, at_once),

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-__all__ = ["flop_rate", "link_rate", "memory_rate", "pass_over_memory"]
+__all__ = ["flop_rate", "link_rate", "memory_rate", "page_rate", "pass_over_memory"]
 
 _MOVED_NBYTES = 64 << 20
 _SENT_NBYTES = 32 << 20
@@ -52,6 +52,19 @@ def flop_rate() -> float:
         left @ right
         times.append(time.thread_time() - since_s)
     return 2 * _SIDE**3 / statistics.median(times)
+
+
+def page_rate() -> float:
+    """Return how many bytes per second of new memory the system makes for a process, beside the time to write them."""
+    times = []
+    for _ in range(_REPEATS):
+        begun_s = time.thread_time()
+        block = torch.empty(_MOVED_NBYTES, dtype=torch.uint8).fill_(1)
+        written_s = time.thread_time()
+        block.fill_(1)
+        times.append(max(1e-6, 2 * written_s - begun_s - time.thread_time()))
+        del block
+    return _MOVED_NBYTES / statistics.median(times)
 
 
 def link_rate() -> float:

@@ -127,7 +127,7 @@ def with_stages(
     parameters = [i for stage in stages.values() for i in stage.parameters]
     update = None if divides else Update(trace, share.record, dict.fromkeys(parameters, 1.0))
     for _ in range(STEPS):
-        batch = trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = trace.begin_step(share.batch_nbytes)
         runs = {i: _StageRun(share, stage, steps[i]) for i, stage in stages.items()}
         for each in steps.values():
             each.begin()

@@ -14,7 +14,6 @@ from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.shared.partition import Piece, partition
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.memory_trace import (
-    ACTIVATIONS,
     GRADIENTS,
     HOST,
     PARAMETERS,
@@ -77,7 +76,7 @@ def in_one_process(share: RankShare) -> MemoryTrace:
     update, (node,) = Update(trace, share.record), share.nodes
     total: Gradients = {}
     for _ in range(STEPS):
-        batch = trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = trace.begin_step(share.batch_nbytes)
         trace.give_all(total)
         stack: list[Gradients] = []
         for leaf in range(node.start, node.stop):
@@ -105,7 +104,7 @@ def with_replicas(share: RankShare) -> MemoryTrace:
 
     sink = GradientSink(sum_of=sum_of, node=lambda _, sums: trace.give_all(sums))
     for _ in range(STEPS):
-        batch = trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = trace.begin_step(share.batch_nbytes)
         run_leaves(trace, share.record, share.nodes, share.micro_batches, sink)
         update()
         trace.give(batch)
@@ -155,7 +154,7 @@ def with_shared_memory(share: RankShare, *, keeps_own: bool) -> MemoryTrace:
                 trace.give(block)
 
     for _ in range(STEPS):
-        batch = trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = trace.begin_step(share.batch_nbytes)
         run_leaves(trace, share.record, share.nodes, share.micro_batches, GradientSink(sum_of=sum_of, node=node))
         for block in own:
             trace.give(block)
@@ -322,7 +321,7 @@ def with_divided_state(share: RankShare, *, offloads: bool = False) -> MemoryTra
     steps = DividedSteps(share, share.record.units["size"], len(share.layout.nodes), offloads=offloads, keeps=True)
     sink = GradientSink(sum_of=steps.sum_of, node=steps.node)
     for _ in range(STEPS):
-        batch = steps.trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = steps.trace.begin_step(share.batch_nbytes)
         steps.begin()
         run_leaves(steps.trace, share.record, share.nodes, share.micro_batches, sink)
         steps.sum_complete()
@@ -354,7 +353,7 @@ def with_shards(share: RankShare, *, by: str, replicas: int, offloads: bool = Fa
 
     sink = GradientSink(sum_of=steps.sum_of, node=steps.node, reads=reads)
     for _ in range(STEPS):
-        batch = steps.trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = steps.trace.begin_step(share.batch_nbytes)
         steps.begin()
         if rest is not None:
             steps.bring(rest)
