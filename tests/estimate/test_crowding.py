@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -19,17 +17,12 @@ def product():
     return lambda: left @ left
 
 
-def nap():
-    return lambda: time.sleep(0.05)
-
-
 def failure():
     raise RuntimeError("a load that cannot be made")
 
 
-def test_processes_that_share_cores_take_longer_and_those_that_sleep_do_not():
-    assert crowding([Load(product, 3)], 4 * usable_cores()) > 1.5
-    assert crowding([Load(nap, 1)], 2) < 1.5
+def test_what_waits_for_a_core_does_not_count():
+    assert 1 <= crowding([Load(product, 3)], 4 * usable_cores()) < 3
     assert crowding([Load(product, 1)], 1) == crowding([], 4) == 1
 
 
@@ -40,9 +33,16 @@ def test_a_process_that_ends_is_an_error():
 
 def test_ranks_beyond_the_cores_take_turns():
     machine = Machine(
-        base_nbytes=0, replay=lambda _: None, memory_bytes_per_s=1, link_bytes_per_s=1, cores=2, slowdown=1.5
+        base_nbytes=0,
+        replay=lambda _: None,
+        memory_bytes_per_s=1,
+        page_bytes_per_s=1,
+        link_bytes_per_s=1,
+        cores=2,
+        slowdown=1.5,
+        memory_slowdown=2,
     )
-    assert [machine.crowding(ranks) for ranks in (1, 2, 4)] == [1, 1.5, 3]
+    assert [machine.crowded_s(ranks, computing_s=10, moving_s=1) for ranks in (1, 2, 4)] == [11, 17, 34]
 
 
 def test_operators_that_take_most_stand_for_a_model():
@@ -53,6 +53,17 @@ def test_operators_that_take_most_stand_for_a_model():
     assert [load.calls for load in times.loads()] == [2, 1]
     assert times.loads()[0].make()().shape == (200, 200)
     assert times.calls == 3
+
+
+def test_operators_are_noted_and_timed_together():
+    times = OperatorTimes()
+    large, small = torch.ones(300, 300), torch.ones(2, 2)
+    noted = [times.note(torch.ops.aten.mm.default, (each, each), {}, each) for each in (large, large, small)]
+    assert noted[0] is noted[1] is not noted[2]
+    assert times.note(torch.ops.aten.t.default, (small,), {}, small) is None  # a view takes no memory
+    assert times.sum_of(noted) == 0
+    times.measure()
+    assert times.sum_of(noted[:1]) > times.sum_of(noted[2:]) > 0
 
 
 def test_an_operator_takes_little_longer_in_a_model_than_by_itself():

@@ -15,7 +15,7 @@ SIZES = "--ranks 2 --batch 32"
 ALONE = "--ranks 1 --batch 32"
 """Those of tests that do not look at layouts: operators of several ranks are timed side by side for some seconds."""
 COMMANDS = {
-    "text": f"{MODELS}:build {SIZES}",
+    "text": f"{MODELS}:build {SIZES} --offload",
     "four": f"{MODELS}:build --ranks 4 --batch 32 --json",
     "half": f"{MODELS}:build {ALONE} --micro-batch 2 --json",
     "real": f"{MODELS}:build {ALONE} --measure --json",
@@ -65,10 +65,11 @@ def test_the_table_has_80_columns_and_ends_with_what_to_type(answers):
     lines = answers["text"]["out"].splitlines()
     assert answers["text"]["code"] == 0 and answers["text"]["err"] == ""
     assert lines[:2] == ["Sequential: 16,640 parameters, AdamW", "batch 32 = 8 virtual ranks x 4 samples"]
-    rows = [line.split("  ")[0] for line in lines[4:11]]
+    rows = [line.split("  ")[0] for line in lines[4:12]]
     assert rows[:4] == ["one process", "2 ranks, shared memory", "2 replicas", "2 ranks, zero=1"]
-    assert rows[4:] == ["2 shards", "2 shards by size", "2 stages"]
+    assert rows[4:] == ["2 shards", "2 shards by size", "2 stages", "4 stages on 2 ranks"]
     assert max(map(len, lines[:-2])) <= 80
+    assert re.search(r"\n2 shards, offload +\d+ +\d+\ntensors at most in steps", answers["text"]["out"])
     assert "unisono.Trainer(model, optimizer, virtual_ranks=8" in lines[-2]
     assert lines[-1].strip() in ("python train.py", "unisono run -n 2 train.py")
 
@@ -98,6 +99,8 @@ def test_layouts_between_replicas_and_shards_are_planned(answers):
     assert codes["2 stages x 2, zero=1"].endswith(", zero=1)")
     assert layouts["2 stages x 2, zero=1"]["memory"]["copies"] == 0  # a rank that dies is not replaced there
     assert layouts["2 stages x 2 replicas"]["memory"]["copies"] > 0
+    assert codes["4 stages on 2 x 2"].endswith(', schedule="interleaved", replicas=2)')
+    assert [each["stages"] for each in found["uncut"]] == [8]  # there are 4 blocks, and 4 ranks would have 2 each
     # It sends all but its part of its sum of gradients, and its part of the weights to three others.
     assert layouts["4 ranks, zero=1"]["sent_nbytes"] == 2 * weights * 3 // 4
     sent = [layouts[name]["sent_nbytes"] for name in ("2 x 2 shards", "4 shards")]
@@ -121,7 +124,7 @@ def test_micro_batches_have_less_to_keep(answers):
 
 def test_a_limit_that_nothing_keeps_is_told_with_what_takes_most(answers):
     out = answers["tight"]["out"]
-    assert out.count("too large") == 7
+    assert out.count("too large") == 8
     assert re.search(r"Nothing fits 1\.00 MB\. .+ needs least, \d+ MB, most of it for\n\w+: .+", out)
 
 

@@ -1,6 +1,7 @@
 """What a rank takes and gives back in steps, without the C library's heap."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.estimate.costs import Workload
+from unisono.estimate.device_memory import memory_on_devices
 from unisono.estimate.model_profile import profile_model
 from unisono.estimate.operator_times import OperatorTimes
-from unisono.estimate.stage_memory import cut, with_stage
+from unisono.estimate.stage_memory import cut, with_stages
 from unisono.estimate.step_memory import (
     RankShare,
     in_one_process,
@@ -25,9 +28,9 @@ WIDTH, BLOCKS, LEAVES = 256, 4, 8
 WEIGHTS = 4 * BLOCKS * (WIDTH + 1) * WIDTH
 
 
-def build():
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(BLOCKS)])
-    data = [(torch.zeros(WIDTH), 1)]
+def build(blocks=BLOCKS, width=WIDTH):
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(blocks)])
+    data = [(torch.zeros(width), 1)]
     return model, torch.optim.AdamW(model.parameters()), loss, data
 
 
@@ -97,8 +100,33 @@ def test_stages_have_the_passes_of_the_model_once(record):
 def test_a_stage_keeps_its_part_of_the_state(record, schedule, replicas, zero):
     passes = make_schedule(schedule, ranks=2, micro_batches=LEAVES // replicas)
     for number, stage in enumerate(cut(record, ["2"])):
-        used, _ = alive_after(with_stage(share(record, replicas), stage, passes.actions[number], zero=zero))
+        used, _ = alive_after(with_stages(share(record, replicas), {number: stage}, passes.actions[number], zero=zero))
         divides = zero and replicas > 1
         assert used["activations"] == 0
         assert used["optimizer"] == pytest.approx(WEIGHTS / (2 if divides else 1), rel=0.03)
         assert used["parameters"] == pytest.approx(WEIGHTS / 2 * (1.5 if divides else 1), rel=0.03)
+
+
+def test_a_rank_keeps_the_state_of_several_stages_and_updates_them_at_once(record):
+    passes = make_schedule("interleaved", ranks=2, micro_batches=LEAVES, stages_per_rank=2)
+    stages = cut(record, ["1", "2", "3"])
+    for rank in range(2):
+        own = {number: stages[number] for number in (rank, rank + 2)}
+        used, _ = alive_after(with_stages(share(record, 1), own, passes.actions[rank], zero=False))
+        assert used["activations"] == 0
+        assert [used[kind] / WEIGHTS for kind in ("parameters", "optimizer")] == pytest.approx([0.5, 1], rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_gpu_holds_what_a_simulated_one_does(ranks):
+    """The table of docs/shards.md: AdamW, 16 blocks of 1 MiB, a share for each rank."""
+    profile = profile_model(partial(build, blocks=16, width=512), micro_batch=1, stages=[], times=OperatorTimes())
+    found = {each.name: each for each in memory_on_devices(profile, Workload(ranks=ranks, virtual_ranks=ranks))}
+    parts = {name: each.device_nbytes / profile.parameters_nbytes for name, each in found.items()}
+    assert parts[f"{ranks} ranks, zero=1, offload"] == pytest.approx(2.06, abs=0.05)
+    assert parts[f"{ranks} shards, offload"] == pytest.approx(0.26, abs=0.05)
+    if ranks > 1:
+        assert parts[f"{ranks} shards"] == pytest.approx({2: 2.25, 4: 1.25}[ranks], abs=0.1)
+        assert found[f"{ranks} shards"].host_nbytes == 0
+    host = found[f"{ranks} shards, offload"].host_nbytes * ranks / profile.parameters_nbytes
+    assert 4 <= host < 4 + 2.5  # weights and sums, which are pinned as powers of two, two averages, and an update's own

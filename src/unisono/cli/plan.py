@@ -49,6 +49,7 @@ def _unit(prefix: str, binary: str) -> int:
 @click.option("--micro-batch", type=click.IntRange(1), help="Samples that are computed at once. Default: a share")
 @click.option("--measure", is_flag=True, help="Build and run the model here, which takes its memory.")
 @click.option("--train", "tries", is_flag=True, help="Also train some steps in each layout, on this machine.")
+@click.option("--offload", "offloads", is_flag=True, help="Also say what GPUs hold, with shards and their offload.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, times in seconds.")
 def plan(
     target: str,
@@ -60,6 +61,7 @@ def plan(
     micro_batch: int | None,
     measure: bool,
     tries: bool,
+    offloads: bool,
     as_json: bool,
 ) -> int:
     """Print the costs of training a model: memory of a rank, traffic and time of a step, in each layout.
@@ -81,6 +83,7 @@ def plan(
         memory_nbytes=memory,
         measures=measure,
         tries=tries,
+        offloads=offloads,
     )
     try:
         found = make_plan(request, tell=show_status)

@@ -36,15 +36,28 @@ class Machine:
     replay: Callable[[Sequence[MemoryOperation]], HeapPeak]
     """Returns when a rank that does some operations takes most memory."""
     memory_bytes_per_s: float
+    page_bytes_per_s: float
+    """The rate at which the system makes pages for a process."""
     link_bytes_per_s: float
     """The rate of messages between two ranks of this host, which one copies in and the other one out."""
     cores: int
     slowdown: float = 1.0
     """How many times as long computing takes where ranks compute on all of their cores at once."""
+    memory_slowdown: float = 1.0
+    """The same of passes over memory."""
 
-    def crowding(self, ranks: int) -> float:
-        """Return how many times as long computing takes because other ranks do so, too."""
-        return 1.0 if ranks == 1 else self.slowdown * max(1.0, ranks / self.cores)
+    def crowded_s(self, ranks: int, *, computing_s: float, moving_s: float = 0.0) -> float:
+        """Return the time of what each rank does by itself, where all do it at once.
+
+        Args:
+            ranks: Their number.
+            computing_s: What operators of the model take in one that is alone.
+            moving_s: What passes over memory take there: sums, copies, messages and updates.
+        """
+        if ranks == 1:
+            return computing_s + moving_s
+        turns = max(1.0, ranks / self.cores)
+        return turns * (self.slowdown * computing_s + self.memory_slowdown * moving_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +76,8 @@ class MemoryParts:
     holes: int = 0
     """Parts of the C library's heap that cannot be used again."""
     base: int = 0
+    renewed: int = 0
+    """What each step gives back to the system and takes anew, whose pages are made again. It is in the others."""
 
     @property
     def total(self) -> int:

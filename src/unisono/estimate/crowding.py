@@ -1,6 +1,7 @@
 """How much longer operators take when several ranks compute at once: cores share caches and memory, some also units.
 
-Two cores of a virtual machine are often the two threads of one: then two ranks take 1.5 to 2 times as long as one.
+Two cores of a virtual machine are often the two threads of one: then two ranks take 1.5 to 2 times as long as one. That
+shows in the CPU time of each, which other programs on the machine disturb little. What waits for a core does not count.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = ["Load", "crowding"]
 
 _ROUNDS, _LENGTH_S = 5, 0.15
 """How often, and how long, processes compute at the same time. The speed of cores changes, so they take turns."""
+_LEAST_S = 1e-6
 _PATIENCE_S = 60
 """Seconds after which a process is given up."""
 
@@ -46,12 +48,12 @@ def crowding(loads: Sequence[Load], processes: int) -> float:
     """
     if processes <= 1 or not loads:
         return 1.0
-    found = [_mean_s(loads, processes) / _mean_s(loads, 1) for _ in range(_ROUNDS)]
+    found = [_mean_s(loads, processes) / max(_mean_s(loads, 1), _LEAST_S) for _ in range(_ROUNDS)]
     return max(1.0, statistics.median(found))
 
 
 def _mean_s(loads: Sequence[Load], processes: int) -> float:
-    """Return the mean time of all loads, each as often as it counts, in processes that compute at once."""
+    """Return the mean CPU time of all loads, each as often as it counts, in processes that compute at once."""
     sys.stdout.flush()
     sys.stderr.flush()
     start, go = os.pipe()
@@ -97,9 +99,9 @@ def _compute(loads: Sequence[Load], start: int, tell: int) -> None:
         rounds, end_s = 0, time.perf_counter() + _LENGTH_S
         while time.perf_counter() < end_s or not rounds:
             for i, call in enumerate(calls):
-                since_s = time.perf_counter()
+                since_s = time.thread_time()
                 call()
-                times[i] += time.perf_counter() - since_s
+                times[i] += time.thread_time() - since_s
             rounds += 1
     mean_s = sum(seconds / rounds * load.calls for seconds, load in zip(times, loads, strict=True))
     os.write(tell, str(mean_s).encode())

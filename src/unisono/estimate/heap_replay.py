@@ -28,8 +28,9 @@ _RUN = 1 << 14
 class MemoryOperation(NamedTuple):
     """Something that a process does with its memory."""
 
-    what: Literal["take", "give", "map", "trim"]
-    """A block is taken from the heap, or given back; pages are mapped outside of it; free memory goes to the system."""
+    what: Literal["take", "give", "map", "trim", "step"]
+    """A block is taken from the heap, or given back; pages are mapped outside of it; free memory goes to the system; a
+    step begins."""
     block: int = 0
     """The number of the block."""
     nbytes: int = 0
@@ -43,6 +44,8 @@ class HeapPeak(NamedTuple):
     nbytes: int
     used: dict[str, int]
     """What was in use then, by kind. The rest are holes."""
+    renewed_nbytes: int = 0
+    """What the last step took from the system: pages that are made anew in each step."""
 
 
 class _Pages:
@@ -86,6 +89,7 @@ class _Replay:
         self._kinds: dict[int, tuple[str, int]] = {}
         self._used: Counter[str] = Counter()
         self._pages, self._mapped = _Pages(), 0
+        self.renewed_nbytes = 0
         self.peak = HeapPeak(0, {})
 
     def take(self, number: int, nbytes: int, kind: str, *, in_heap: bool) -> None:
@@ -93,9 +97,13 @@ class _Replay:
         self._kinds[number] = kind, nbytes
         if in_heap and _SMALL_NBYTES < nbytes < MAPPED_NBYTES:
             block = self._blocks[number] = torch.empty(nbytes, dtype=torch.uint8)
+            before = self._pages.count
             self._pages.add(block.data_ptr(), block.data_ptr() + nbytes)
+            self.renewed_nbytes += (self._pages.count - before) * _PAGE
         else:
             self._outside[number] = nbytes
+            if nbytes >= MAPPED_NBYTES or not in_heap:
+                self.renewed_nbytes += nbytes
             self._mapped += nbytes
         resident = self._pages.count * _PAGE + self._mapped
         if resident > self.peak.nbytes:
@@ -124,6 +132,8 @@ def replay(operations: Iterable[MemoryOperation]) -> HeapPeak:
             state.give(number)
         elif what == "trim":
             state.trim()
+        elif what == "step":
+            state.renewed_nbytes = 0
         else:
             state.take(number, nbytes, kind, in_heap=what == "take")
-    return state.peak
+    return state.peak._replace(renewed_nbytes=state.renewed_nbytes)

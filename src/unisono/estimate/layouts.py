@@ -24,7 +24,16 @@ from unisono.estimate.step_memory import (
     with_shared_memory,
 )
 
-__all__ = ["EXCHANGE_S", "busiest", "costs_without_stages", "memory_of", "sending_s", "sum_traffic"]
+__all__ = [
+    "EXCHANGE_S",
+    "busiest",
+    "costs_without_stages",
+    "memory_of",
+    "pages_s",
+    "sending_s",
+    "share_of",
+    "sum_traffic",
+]
 
 _SMALL_NBYTES = 1 << 20
 """Models below this size have other rows in shared memory, which are as small as they are."""
@@ -82,6 +91,7 @@ def memory_of(
         copies=round(copies),
         holes=peak.nbytes - sum(used.values()),
         base=machine.base_nbytes,
+        renewed=peak.renewed_nbytes,
     )
 
 
@@ -94,6 +104,11 @@ def _moved_s(nbytes: float, machine: Machine) -> float:
     return nbytes / machine.memory_bytes_per_s
 
 
+def pages_s(memory: MemoryParts, machine: Machine) -> float:
+    """Return the time in which the system makes the pages that a step takes anew."""
+    return memory.renewed / machine.page_bytes_per_s
+
+
 def sending_s(nbytes: float, machine: Machine) -> float:
     """Return the time in which a rank sends this much and receives as much: it copies one in and the other out."""
     return nbytes / machine.link_bytes_per_s
@@ -101,15 +116,17 @@ def sending_s(nbytes: float, machine: Machine) -> float:
 
 def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     leaves, whole = workload.virtual_ranks, profile.gradients_nbytes
+    memory = memory_of(in_one_process(share_of(profile, workload, ranks=1)), machine)
     step_s = (
         compute_s(profile, leaves, workload.micro_batches)
         + _moved_s(((leaves - 1) * _ADDITION + _COPY) * whole, machine)
+        + pages_s(memory, machine)
         + profile.update_s
     )
     return LayoutCost(
         name="one process",
         code="",
-        memory=memory_of(in_one_process(_share(profile, workload, ranks=1)), machine),
+        memory=memory,
         sent_nbytes=0,
         step_s=step_s,
     )
@@ -120,7 +137,7 @@ def _layout(workload: Workload) -> NodeLayout:
     return NodeLayout.of(leaves=leaves, world_size=workload.ranks, virtual_ranks=leaves)
 
 
-def _share(profile: ModelProfile, workload: Workload, ranks: int) -> RankShare:
+def share_of(profile: ModelProfile, workload: Workload, ranks: int) -> RankShare:
     """Return what the rank with the most shares computes."""
     leaves = workload.virtual_ranks
     layout = NodeLayout.of(leaves=leaves, world_size=ranks, virtual_ranks=leaves)
@@ -153,19 +170,22 @@ def sum_traffic(whole: int, layout: NodeLayout, rank: int) -> int:
 def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shares = workload.shares_of(ranks)
     sent = sum_traffic(whole, layout, rank)
-    step_s = (
-        compute_s(profile, shares, workload.micro_batches)
-        + _additions_s(profile, workload, machine)
+    memory = memory_of(with_replicas(share_of(profile, workload, ranks)), machine)
+    step_s = EXCHANGE_S + machine.crowded_s(
+        ranks,
+        computing_s=compute_s(profile, shares, workload.micro_batches),
+        moving_s=_additions_s(profile, workload, machine)
         + _moved_s((len(layout.nodes[rank]) * _COPY + _COPY) * whole, machine)
+        + pages_s(memory, machine)
         + profile.update_s
-    ) * crowding + sending_s(sent, machine)
-    step_s += EXCHANGE_S
+        + sending_s(sent, machine),
+    )
     return LayoutCost(
         name=f"{workload.ranks} replicas",
         code='engine="collective"' if workload.hosts == 1 else "",
-        memory=memory_of(with_replicas(_share(profile, workload, ranks)), machine),
+        memory=memory,
         sent_nbytes=sent,
         step_s=step_s,
         ranks=workload.ranks,
@@ -175,7 +195,7 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
 def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shares = workload.shares_of(ranks)
     nodes = sum(map(len, layout.nodes))
     is_large = profile.parameters_nbytes >= _SMALL_NBYTES
     if not is_large:
@@ -187,25 +207,28 @@ def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
     state, copies = profile.parameters_nbytes + profile.optimizer_nbytes, 0
     if workload.recovers:
         copies = state + ((TURNS - 1) * whole if is_large and profile.is_elementwise else 0)
-    step_s = (
-        compute_s(profile, shares, workload.micro_batches)
-        + _additions_s(profile, workload, machine)
+    memory = memory_of(
+        with_shared_memory(share_of(profile, workload, ranks), keeps_own=not is_large or ranks == 2),
+        machine,
+        parameters=profile.parameters_nbytes / ranks,
+        gradients=rows * whole / ranks,
+        optimizer=profile.optimizer_nbytes / ranks,
+        copies=copies / ranks,
+    )
+    step_s = machine.crowded_s(
+        ranks,
+        computing_s=compute_s(profile, shares, workload.micro_batches),
+        moving_s=_additions_s(profile, workload, machine)
         + _moved_s(len(layout.nodes[rank]) * _COPY * whole * (ranks - 1) / ranks, machine)
         + _moved_s((nodes - 1) * _ADDITION * whole / ranks, machine)
+        + pages_s(memory, machine)
         + profile.update_s / ranks
-        + (_moved_s(_COPY * state / ranks / TURNS, machine) if workload.recovers else 0)
-    ) * crowding
+        + (_moved_s(_COPY * state / ranks / TURNS, machine) if workload.recovers else 0),
+    )
     return LayoutCost(
         name=f"{ranks} ranks, shared memory",
         code="",
-        memory=memory_of(
-            with_shared_memory(_share(profile, workload, ranks), keeps_own=not is_large or ranks == 2),
-            machine,
-            parameters=profile.parameters_nbytes / ranks,
-            gradients=rows * whole / ranks,
-            optimizer=profile.optimizer_nbytes / ranks,
-            copies=copies / ranks,
-        ),
+        memory=memory,
         sent_nbytes=0,
         step_s=step_s,
         ranks=ranks,
@@ -216,21 +239,25 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
     """Return the cost of weights that are whole on each rank, with an optimizer whose state is divided."""
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shares = workload.shares_of(ranks)
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
     sent = round((ranks - 1) / ranks * (own_rows * whole + profile.parameters_nbytes))
     moved = own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + _COPY * profile.parameters_nbytes
-    step_s = (
-        compute_s(profile, shares, workload.micro_batches)
-        + _additions_s(profile, workload, machine)
+    memory = memory_of(with_divided_state(share_of(profile, workload, ranks)), machine)
+    step_s = machine.crowded_s(
+        ranks,
+        computing_s=compute_s(profile, shares, workload.micro_batches),
+        moving_s=_additions_s(profile, workload, machine)
         + _moved_s(moved, machine)
+        + pages_s(memory, machine)
         + profile.update_s / ranks
-    ) * crowding + sending_s(sent, machine)
+        + sending_s(sent, machine),
+    )
     step_s += (1 + 2 * len(profile.record.units["size"])) * EXCHANGE_S  # a vote; sums and new weights of each unit
     return LayoutCost(
         name=f"{ranks} ranks, zero=1",
         code="parallel=unisono.parallel.Shard(zero=1)",
-        memory=memory_of(with_divided_state(_share(profile, workload, ranks)), machine),
+        memory=memory,
         sent_nbytes=sent,
         step_s=step_s,
         ranks=ranks,
@@ -254,10 +281,10 @@ def _shards(
 ) -> LayoutCost:
     layout, ranks = _layout(workload), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
-    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    shares = workload.shares_of(ranks)
     shards = ranks // replicas
     given = f"replicas={replicas}" if replicas > 1 else f'by="{by}"'
-    trace = with_shards(_share(profile, workload, ranks), by=by, replicas=replicas)
+    trace = with_shards(share_of(profile, workload, ranks), by=by, replicas=replicas)
     rest = profile.units_nbytes(by)[0] if by == "block" else 0
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
     blocks = profile.parameters_nbytes - rest
@@ -267,19 +294,24 @@ def _shards(
         + (ranks - 1) / ranks * own_rows * whole
         + (replicas - 1) / ranks * profile.parameters_nbytes
     )
-    step_s = (
-        compute_s(profile, shares, workload.micro_batches)
-        + _additions_s(profile, workload, machine)
-        + _moved_s(own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY, machine)
+    moved = own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY
+    memory = memory_of(trace, machine)
+    step_s = machine.crowded_s(
+        ranks,
+        computing_s=compute_s(profile, shares, workload.micro_batches)
+        + (passes * len(profile.record.passes) * _LOOK_S if by == "size" else 0),
+        moving_s=_additions_s(profile, workload, machine)
+        + _moved_s(moved, machine)
+        + pages_s(memory, machine)
         + profile.update_s / ranks
-        + (passes * len(profile.record.passes) * _LOOK_S if by == "size" else 0)
-    ) * crowding + sending_s(sent, machine)
+        + sending_s(sent, machine),
+    )
     step_s += _exchanges(profile, by, passes) * EXCHANGE_S
     name = f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards"
     return LayoutCost(
         name=name + (" by size" if by == "size" else ""),
         code=f"parallel=unisono.parallel.Shard({given})",
-        memory=memory_of(trace, machine),
+        memory=memory,
         sent_nbytes=sent,
         step_s=step_s,
         ranks=ranks,

@@ -17,6 +17,7 @@ from unisono.plan import Node, merges_after
 __all__ = [
     "ACTIVATIONS",
     "GRADIENTS",
+    "HOST",
     "OPTIMIZER",
     "PARAMETERS",
     "STEPS",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer", "activations"
+HOST = "host"
+"""What a rank that computes on a GPU keeps in memory of the CPU."""
 STEPS = 4
 """The steps of a trace. The first one has no state of the optimizer, and the second one finds other free blocks."""
 
@@ -52,6 +55,11 @@ class MemoryTrace:
     def map(self, nbytes: float, kind: str) -> int:
         """Take pages outside of the heap, and return the number of the block."""
         return self._add("map", nbytes, kind)
+
+    def begin_step(self, batch_nbytes: int) -> int:
+        """Note that a step begins, and return the number of the block of its batch."""
+        self.operations.append(MemoryOperation("step"))
+        return self.take(batch_nbytes, ACTIVATIONS)
 
     def give(self, block: int | None) -> None:
         """Give a block back; nothing if there is none."""
@@ -241,13 +249,20 @@ class Update:
         trace: Gets the operations.
         record: The model.
         parts: The part of each parameter that is updated, 0 to 1, by its number. None: all of all.
-        kind: What the state counts as.
         in_heap: False if the state is not in the heap.
+        on_host: True if weights are updated in memory of the CPU, and models compute elsewhere.
     """
 
     def __init__(
-        self, trace: MemoryTrace, record: StepRecord, parts: dict[int, float] | None = None, *, in_heap: bool = True
+        self,
+        trace: MemoryTrace,
+        record: StepRecord,
+        parts: dict[int, float] | None = None,
+        *,
+        in_heap: bool = True,
+        on_host: bool = False,
     ) -> None:
+        self._state_kind, self._kind = (HOST, HOST) if on_host else (OPTIMIZER, ACTIVATIONS)
         self._trace, self._events, self._parts, self._in_heap = trace, record.update, parts, in_heap
         given = {event.storage for event in record.update if isinstance(event, MemoryEvent) and event.nbytes < 0}
         self._kept = _storages(record.update) - given
@@ -264,9 +279,9 @@ class Update:
                 self._trace.give(blocks.pop(event.storage, None))
             elif event.storage not in self._kept:
                 if part:
-                    blocks[event.storage] = self._trace.take(part * event.nbytes, ACTIVATIONS)
+                    blocks[event.storage] = self._trace.take(part * event.nbytes, self._kind)
             elif self._is_first and part and self._in_heap:
-                self._trace.take(part * event.nbytes, OPTIMIZER)
+                self._trace.take(part * event.nbytes, self._state_kind)
         self._is_first = False
 
 

@@ -6,7 +6,6 @@ The model, its gradients and its activations are fake tensors, which have layout
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from unisono.engine.shared import is_divisible, is_elementwise
 from unisono.errors import CutError, EstimateError, UnisonoError
 from unisono.estimate.live_memory import LiveMemory, ParameterEvent, PassEvent, peak_nbytes, storage_key
-from unisono.estimate.operator_times import OperatorTimes
+from unisono.estimate.operator_times import OperatorClock, OperatorTimes
 from unisono.estimate.user_build import Subject, UserCodeError, batch_of, build_subject, tensors_in
 from unisono.parallel.losses import loss_of, read_loss
 from unisono.parallel.pipeline.balance import ModelSegment
@@ -171,22 +170,6 @@ def _check_dense(model: nn.Module) -> None:
             )
 
 
-class _Clock:
-    """Tells the time that operators have taken so far: by their description, or real time."""
-
-    def __init__(self, times: OperatorTimes | None) -> None:
-        self._times, self._seconds = times, 0.0
-
-    def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if self._times is not None:
-            self._seconds += self._times.seconds(func, args, kwargs, result)
-
-    def __call__(self) -> float:
-        if self._times is not None:
-            return self._seconds
-        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
-
-
 def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: OperatorTimes | None) -> ModelProfile:
     model, optimizer = subject.model, subject.optimizer
     _check_dense(model)
@@ -199,7 +182,7 @@ def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: O
 
     parameters = [*model.parameters()]
     known = [*parameters, *model.buffers(), *inputs]
-    clock = _Clock(times)
+    clock = OperatorClock(times, notes=True)
     memory = LiveMemory(known, parameters=parameters, on_operator=clock.on_operator)
     with memory:
         first = _run(subject, batch, scalar, clock, memory)
@@ -208,7 +191,8 @@ def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: O
     update_events = tuple(memory.events[len(first.events) :])
     update = peak_nbytes(update_events)
     optimizer.zero_grad(set_to_none=True)
-    timed = [first]
+    forward_s, backward_s, update_s = clock.timed([first.forward_s, first.backward_s, first.update_s])
+    timed = [first._replace(forward_s=forward_s, backward_s=backward_s, update_s=update_s)]
     if times is None:  # counting memory takes time, so it is told by further runs
         timed = []
         for _ in range(_REPEATS):
@@ -276,7 +260,11 @@ class _MeasuredStep(NamedTuple):
 
 
 def _run(
-    subject: Subject, batch: Any, scalar: Callable[[Any], Tensor], clock: _Clock, memory: LiveMemory | None = None
+    subject: Subject,
+    batch: Any,
+    scalar: Callable[[Any], Tensor],
+    clock: OperatorClock,
+    memory: LiveMemory | None = None,
 ) -> _MeasuredStep:
     """Run one micro-batch and an update."""
     model, optimizer, loss_fn, _ = subject
@@ -345,7 +333,7 @@ def _segments(
 ) -> Segments:
     """Return the parts of a model for a number of stages."""
     model, _, loss_fn, sample = subject
-    clock = _Clock(times)
+    clock = OperatorClock(times)
     try:
         with _outside_of_fakes():
             given = batch_of(_real(sample), len_of(batch))

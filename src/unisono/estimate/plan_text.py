@@ -55,6 +55,13 @@ def as_text(plan: Plan) -> str:
     if request.tries:
         lines += ["", f"{'trained here':<{_NAME}}{unit_name:>8}{'step':>{_STEP}}"]
         lines += [_trial(cost, unit, request.memory_nbytes) for cost in plan.costs]
+    if plan.devices:
+        lines += ["", f"{unit_name + ' of a rank with a GPU':<{_NAME + 8}}{'GPU':>8}{'CPU':>8}"]
+        lines += [
+            f"{each.name:<{_NAME + 8}}{each.device_nbytes / unit:>8,.0f}{each.host_nbytes / unit:>8,.0f}"
+            for each in plan.devices
+        ]
+        lines.append("tensors at most in steps, without the process, CUDA, and gaps of its allocator.")
     return "\n".join([*lines, "", *_advice(plan)])
 
 
@@ -120,6 +127,7 @@ def as_document(plan: Plan) -> dict[str, Any]:
         "profile": profile,
         "layouts": [_layout(cost, request.memory_nbytes) for cost in plan.costs],
         "uncut": [each._asdict() for each in plan.uncut],
+        "devices": [each._asdict() for each in plan.devices],
         "recommended": None if chosen is None else chosen.name,
     }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,11 +13,12 @@ from unisono.errors import EstimateError
 from unisono.estimate.bare_rank import BareRank
 from unisono.estimate.costs import LayoutCost, Machine, Trial, Workload
 from unisono.estimate.crowding import Load, crowding
+from unisono.estimate.device_memory import DeviceMemory, memory_on_devices
 from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
 from unisono.estimate.operator_times import OperatorTimes, time_beside_operators
-from unisono.estimate.pipelines import Uncut, costs_of_pipelines, stage_counts
-from unisono.estimate.rates import link_rate, memory_rate
+from unisono.estimate.pipelines import Uncut, all_stage_counts, costs_of_pipelines
+from unisono.estimate.rates import link_rate, memory_rate, page_rate, pass_over_memory
 from unisono.estimate.recommendation import fits
 from unisono.estimate.trials import try_layout
 from unisono.estimate.user_build import find_build
@@ -44,6 +46,8 @@ class Request:
     """True to build and run the model for real."""
     tries: bool = False
     """True to train some steps in each layout that fits."""
+    offloads: bool = False
+    """True to say what GPUs hold, with and without `Shard(offload=True)`."""
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -82,6 +86,8 @@ class Plan:
     costs: tuple[LayoutCost, ...]
     uncut: tuple[Uncut, ...]
     """Pipelines into which the model cannot be cut."""
+    devices: tuple[DeviceMemory, ...] = ()
+    """What GPUs hold, if that was asked for."""
 
 
 def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
@@ -97,7 +103,6 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     """
     tell("importing the model")
     build = find_build(request.target)
-    stages = [count for count in stage_counts(request.ranks) if request.ranks // count <= request.virtual_ranks]
     workload = Workload(
         ranks=request.ranks,
         virtual_ranks=request.virtual_ranks,
@@ -105,15 +110,19 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     )
     with BareRank(build) as bare:
         tell("timing operators" if not request.measures else "running a micro-batch")
-        profile, slowdown = _profile(build, request, stages)
-        machine = Machine(
-            base_nbytes=bare.base_nbytes,
-            replay=bare.replay,
-            memory_bytes_per_s=memory_rate(),
-            link_bytes_per_s=link_rate(),
-            cores=usable_cores(),
-            slowdown=slowdown,
-        )
+        with _one_thread():
+            profile, loads = _profile(build, request, all_stage_counts(workload))
+            at_once = min(request.ranks, usable_cores())
+            machine = Machine(
+                base_nbytes=bare.base_nbytes,
+                replay=bare.replay,
+                memory_bytes_per_s=memory_rate(),
+                page_bytes_per_s=page_rate(),
+                link_bytes_per_s=link_rate(),
+                cores=usable_cores(),
+                slowdown=crowding(loads, at_once),
+                memory_slowdown=crowding([Load(pass_over_memory, 1)], at_once),
+            )
         tell("replaying the memory of steps")
         found = [
             *costs_without_stages(profile, workload, machine),
@@ -128,6 +137,7 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
         profile=profile,
         costs=tuple(costs),
         uncut=tuple(each for each in found if isinstance(each, Uncut)),
+        devices=tuple(memory_on_devices(profile, workload)) if request.offloads else (),
     )
 
 
@@ -144,21 +154,27 @@ def _trial(request: Request, cost: LayoutCost) -> Trial:
     )
 
 
-def _profile(build: Callable[[], Any], request: Request, stages: list[int]) -> tuple[ModelProfile, float]:
-    """Profile a model with one thread, as a Trainer computes it if nothing else is said.
-
-    Returns:
-        The profile, and how many times as long its operators take where ranks compute on all of their cores at once.
-    """
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch have one thread, as a Trainer computes if nothing else is said."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = None if request.measures else OperatorTimes(beside_s=time_beside_operators())
-        profile = profile_model(build, micro_batch=request.micro_batch, stages=stages, times=times)
-        loads = [] if times is None else times.loads()
-        return profile, crowding(loads or [Load(_product, 1)], min(request.ranks, usable_cores()))
+        yield
     finally:
         torch.set_num_threads(before)
+
+
+def _profile(build: Callable[[], Any], request: Request, stages: list[int]) -> tuple[ModelProfile, list[Load]]:
+    """Profile a model.
+
+    Returns:
+        The profile, and operators that stand for the model.
+    """
+    times = None if request.measures else OperatorTimes(beside_s=time_beside_operators())
+    profile = profile_model(build, micro_batch=request.micro_batch, stages=stages, times=times)
+    loads = [] if times is None else times.loads()
+    return profile, loads or [Load(_product, 1)]
 
 
 def _product() -> Callable[[], Any]:

@@ -6,7 +6,7 @@ first one that reads one of the next stage, and in the backward pass the other w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unisono.estimate.live_memory import MemoryEvent, ParameterEvent, PassEvent
@@ -26,8 +26,9 @@ from unisono.estimate.memory_trace import (
 from unisono.estimate.model_profile import StepRecord
 from unisono.estimate.step_memory import DividedSteps, RankShare, take_rows
 from unisono.parallel.pipeline.schedule import Action
+from unisono.plan import Node
 
-__all__ = ["StagePasses", "cut", "with_stage"]
+__all__ = ["StagePasses", "cut", "with_stages"]
 
 _UNITS = 16
 """The units in which gradients of a stage are summed with `zero=1`, if no parameter is larger."""
@@ -107,39 +108,51 @@ def _divide_backward(stage: StagePasses, gradients: Collection[int | None]) -> N
         (stage.for_inputs if is_taken else stage.for_weights).append(event)
 
 
-def with_stage(share: RankShare, stage: StagePasses, actions: Sequence[Action], *, zero: bool) -> MemoryTrace:
-    """Return the steps of a rank with a stage.
+def with_stages(
+    share: RankShare, stages: Mapping[int, StagePasses], actions: Sequence[Action], *, zero: bool
+) -> MemoryTrace:
+    """Return the steps of a rank with one or several stages.
 
     Args:
         share: What the replica of the rank computes; its layout is that of the replicas.
-        stage: The stage.
+        stages: The rank's stages, by their number.
         actions: The rank's passes.
         zero: True if replicas divide the optimizer's state.
     """
+    trace, unbuffered = MemoryTrace(), share._replace(buffers_nbytes=0)
     divides = zero and len(share.layout.nodes) > 1
-    steps = _DividedStage(share, stage) if divides else _WholeStage(share, stage)
+    kind = _DividedStage if divides else _WholeStage
+    first = min(stages)
+    steps = {i: kind(share if i == first else unbuffered, stage, trace) for i, stage in stages.items()}
+    parameters = [i for stage in stages.values() for i in stage.parameters]
+    update = None if divides else Update(trace, share.record, dict.fromkeys(parameters, 1.0))
     for _ in range(STEPS):
-        batch = steps.trace.take(share.batch_nbytes, ACTIVATIONS)
-        steps.begin()
-        _run(share, stage, actions, steps)
-        steps.end()
-        steps.trace.give(batch)
-    return steps.trace
+        batch = trace.begin_step(share.batch_nbytes)
+        runs = {i: _StageRun(share, stage, steps[i]) for i, stage in stages.items()}
+        for each in steps.values():
+            each.begin()
+        for action in actions:
+            runs[action.stage](action)
+        for i, run in runs.items():
+            run.end()
+            steps[i].end()
+        if update is not None:
+            update()
+        trace.give(batch)
+    return trace
 
 
 class _WholeStage:
-    """A rank that updates all of its stage; see `LocalEngine` and `CollectiveEngine`."""
+    """A stage that is updated as a whole; see `LocalEngine` and `CollectiveEngine`."""
 
-    def __init__(self, share: RankShare, stage: StagePasses) -> None:
-        parameters = share.record.parameters
-        self.trace = trace = MemoryTrace()
-        nbytes = sum(parameters[i].nbytes for i in stage.parameters)
+    def __init__(self, share: RankShare, stage: StagePasses, trace: MemoryTrace) -> None:
+        self.trace = trace
+        nbytes = sum(share.record.parameters[i].nbytes for i in stage.parameters)
         trace.map(nbytes + share.buffers_nbytes, PARAMETERS)
         self.is_alone = len(share.layout.nodes) == 1
         """True if the sum of the last node stays where it is."""
         if not self.is_alone:
             take_rows(trace, nbytes, share.layout, share.rank)
-        self._update = Update(trace, share.record, dict.fromkeys(stage.parameters, 1.0))
         self.total: Gradients = {}
         self.sink = GradientSink(sum_of=self._sum_of, node=lambda _, sums: trace.give_all(sums))
 
@@ -149,8 +162,7 @@ class _WholeStage:
         self.total = {}
 
     def end(self) -> None:
-        """Update the weights."""
-        self._update()
+        """End the passes of a step: all stages of a rank are updated at once, by `with_stages`."""
 
     def _sum_of(self, _: int, left: int | None, gradient: int | None) -> None:
         self.trace.give(left)
@@ -158,14 +170,14 @@ class _WholeStage:
 
 
 class _DividedStage:
-    """A rank that updates a part of its stage, since replicas divide the state; see `DividedStagedEngine`."""
+    """A stage of which a rank updates a part, since replicas divide the state; see `DividedStagedEngine`."""
 
     is_alone = False
 
-    def __init__(self, share: RankShare, stage: StagePasses) -> None:
+    def __init__(self, share: RankShare, stage: StagePasses, trace: MemoryTrace) -> None:
         units = _units(share.record, stage.parameters)
-        self._steps = DividedSteps(share, units, replicas=len(share.layout.nodes))
-        self.trace = self._steps.trace
+        self._steps = DividedSteps(share, units, replicas=len(share.layout.nodes), trace=trace)
+        self.trace = trace
         self.total: Gradients = {}
         self.sink = GradientSink(sum_of=self._steps.sum_of, node=self._steps.node)
 
@@ -180,48 +192,60 @@ class _DividedStage:
         self._steps.spread()
 
 
-def _run(share: RankShare, stage: StagePasses, actions: Sequence[Action], steps: _WholeStage | _DividedStage) -> None:
-    """Run the passes of a step."""
-    trace = steps.trace
-    leaves = [leaf for node in share.nodes for leaf in range(node.start, node.stop)]
-    under_way: dict[int, tuple[MicroBatchPasses, list[int]]] = {}
-    """The passes of micro-batches, and what was received for them."""
-    stack: list[Gradients] = []
-    gradients: Gradients = {}
-    merges = 0
-    for kind, _, micro_batch in actions:
-        if kind == "forward":
-            held = [trace.take(stage.entering_nbytes, ACTIVATIONS)]
-            under_way[micro_batch] = passes, _ = MicroBatchPasses(trace, share.record), held
+class _StageRun:
+    """The passes of a stage in a step, and the sums of its gradients."""
+
+    def __init__(self, share: RankShare, stage: StagePasses, steps: _WholeStage | _DividedStage) -> None:
+        self._share, self._stage, self._steps = share, stage, steps
+        self._leaves = [leaf for node in share.nodes for leaf in range(node.start, node.stop)]
+        self._under_way: dict[int, tuple[MicroBatchPasses, list[int]]] = {}
+        """The passes of micro-batches, and what was received for them."""
+        self._stack: list[Gradients] = []
+        self._gradients: Gradients = {}
+        self._merges = 0
+
+    def __call__(self, action: Action) -> None:
+        """Run a pass."""
+        share, stage, trace, number = self._share, self._stage, self._steps.trace, action.micro_batch
+        if action.kind == "forward":
+            passes, held = MicroBatchPasses(trace, share.record), [trace.take(stage.entering_nbytes, ACTIVATIONS)]
+            self._under_way[number] = passes, held
             passes.run(stage.forward, {})
-            continue
-        passes, held = under_way[micro_batch]
-        if kind != "backward_weight":
+            return
+        passes, held = self._under_way[number]
+        if action.kind != "backward_weight":
             held.append(trace.take(stage.leaving_nbytes, ACTIVATIONS))
-        if kind == "backward_input":
-            passes.run(stage.for_inputs, gradients)
-            continue
-        leaf = leaves[micro_batch // share.micro_batches]
-        number, node = next((i, node) for i, node in enumerate(share.nodes) if leaf < node.stop)
-        if not micro_batch % share.micro_batches:
-            gradients, merges = open_leaf(stack, leaf, node, resumes=share.micro_batches == 1)
-        passes.run(stage.for_weights if kind == "backward_weight" else stage.backward, gradients)
+        if action.kind == "backward_input":
+            passes.run(stage.for_inputs, self._gradients)
+            return
+        leaf = self._leaves[number // share.micro_batches]
+        node = next(node for node in share.nodes if leaf < node.stop)
+        if not number % share.micro_batches:
+            resumes = share.micro_batches == 1
+            self._gradients, self._merges = open_leaf(self._stack, leaf, node, resumes=resumes)
+        passes.run(stage.for_weights if action.kind == "backward_weight" else stage.backward, self._gradients)
         passes.end()
         for block in held:
             trace.give(block)
-        del under_way[micro_batch]
-        if (micro_batch + 1) % share.micro_batches:
-            continue
-        if leaf == leaves[-1] and not steps.is_alone:
-            for parameter, block in gradients.items():
-                add_last_leaf(trace, parameter, block, stack, steps.sink)
+        del self._under_way[number]
+        if not (number + 1) % share.micro_batches:
+            self._close_leaf(leaf, node)
+
+    def end(self) -> None:
+        """Keep the gradient if it stays where it is."""
+        if self._steps.is_alone:
+            (self._steps.total,) = self._stack
+
+    def _close_leaf(self, leaf: int, node: Node) -> None:
+        trace, steps = self._steps.trace, self._steps
+        if leaf == self._leaves[-1] and not steps.is_alone:
+            for parameter, block in self._gradients.items():
+                add_last_leaf(trace, parameter, block, self._stack, steps.sink)
         else:
-            push(trace, stack, gradients, merges)
+            push(trace, self._stack, self._gradients, self._merges)
             if leaf == node.stop - 1 and not steps.is_alone:
-                steps.sink.node(number, stack.pop())
-        gradients = {}
-    if steps.is_alone:
-        (steps.total,) = stack
+                steps.sink.node(self._share.nodes.index(node), self._stack.pop())
+        self._gradients = {}
 
 
 def _units(record: StepRecord, members: Sequence[int]) -> list[list[int]]:

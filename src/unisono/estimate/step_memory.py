@@ -14,8 +14,8 @@ from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.shared.partition import Piece, partition
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.memory_trace import (
-    ACTIVATIONS,
     GRADIENTS,
+    HOST,
     PARAMETERS,
     STEPS,
     Gradients,
@@ -76,7 +76,7 @@ def in_one_process(share: RankShare) -> MemoryTrace:
     update, (node,) = Update(trace, share.record), share.nodes
     total: Gradients = {}
     for _ in range(STEPS):
-        batch = trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = trace.begin_step(share.batch_nbytes)
         trace.give_all(total)
         stack: list[Gradients] = []
         for leaf in range(node.start, node.stop):
@@ -104,7 +104,7 @@ def with_replicas(share: RankShare) -> MemoryTrace:
 
     sink = GradientSink(sum_of=sum_of, node=lambda _, sums: trace.give_all(sums))
     for _ in range(STEPS):
-        batch = trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = trace.begin_step(share.batch_nbytes)
         run_leaves(trace, share.record, share.nodes, share.micro_batches, sink)
         update()
         trace.give(batch)
@@ -154,7 +154,7 @@ def with_shared_memory(share: RankShare, *, keeps_own: bool) -> MemoryTrace:
                 trace.give(block)
 
     for _ in range(STEPS):
-        batch = trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = trace.begin_step(share.batch_nbytes)
         run_leaves(trace, share.record, share.nodes, share.micro_batches, GradientSink(sum_of=sum_of, node=node))
         for block in own:
             trace.give(block)
@@ -199,12 +199,33 @@ class _DividedUnit:
 
 
 class DividedSteps:
-    """The steps of a rank with a part of the state; see `ShardedEngine` and `UnitExchange`."""
+    """The steps of a rank with a part of the state; see `ShardedEngine` and `UnitExchange`.
 
-    def __init__(self, share: RankShare, units: Sequence[Sequence[int]], replicas: int) -> None:
-        self.share, self.trace = share, MemoryTrace()
+    Args:
+        share: What the rank computes.
+        units: The numbers of the parameters of each unit.
+        replicas: How often all weights are kept.
+        trace: Gets the operations. None: a new one.
+        offloads: True if the rank's parts are in memory of the CPU, and models compute on a GPU.
+        keeps: True if the GPU has all weights then, too.
+    """
+
+    def __init__(
+        self,
+        share: RankShare,
+        units: Sequence[Sequence[int]],
+        replicas: int,
+        trace: MemoryTrace | None = None,
+        *,
+        offloads: bool = False,
+        keeps: bool = False,
+    ) -> None:
+        weights_kind, sums_kind = (HOST, HOST) if offloads else (PARAMETERS, GRADIENTS)
+        self.share, self.trace = share, MemoryTrace() if trace is None else trace
         parameters = share.record.parameters
-        self.grid = ShardGrid(rank=share.rank, ranks=len(share.layout.nodes), replicas=replicas)
+        self.grid = ShardGrid(
+            rank=share.rank, ranks=len(share.layout.nodes), replicas=replicas, stays_apart=offloads and not keeps
+        )
         self.units = [_DividedUnit(unit, parameters, self.grid) for unit in units if unit]
         self.unit_of = {i: unit for unit in self.units for i in unit.members}
         self.complete: list[_DividedUnit] = []
@@ -212,15 +233,17 @@ class DividedSteps:
         trace.map(share.buffers_nbytes, PARAMETERS)
         whole = [trace.map(parameters[i].nbytes, PARAMETERS) for i in self.unit_of]
         for unit in self.units:
-            trace.take(unit.part_nbytes[share.rank] if self.keeps_weights else unit.held_nbytes(share.rank), PARAMETERS)
+            held = unit.part_nbytes[share.rank] if self.keeps_weights else unit.held_nbytes(share.rank)
+            trace.take(_pinned(held) if offloads else held, weights_kind)
         if not self.keeps_weights:
             for block in whole:
                 trace.give(block)
         trace.trim()
         for unit in self.units:
-            trace.take(unit.part_nbytes[share.rank], GRADIENTS)
+            own = unit.part_nbytes[share.rank]
+            trace.take(_pinned(own) if offloads else own, sums_kind)
         parts = {i: part for unit in self.units for i, part in unit.pieces[share.rank].items()}
-        self.update = Update(trace, share.record, parts)
+        self.update = Update(trace, share.record, parts, on_host=offloads)
 
     @property
     def keeps_weights(self) -> bool:
@@ -293,12 +316,12 @@ class DividedSteps:
                     self.trace.give(block)
 
 
-def with_divided_state(share: RankShare) -> MemoryTrace:
+def with_divided_state(share: RankShare, *, offloads: bool = False) -> MemoryTrace:
     """Return the steps of a rank that has all weights, and a part of the optimizer's state: `Shard(zero=1)`."""
-    steps = DividedSteps(share, share.record.units["size"], len(share.layout.nodes))
+    steps = DividedSteps(share, share.record.units["size"], len(share.layout.nodes), offloads=offloads, keeps=True)
     sink = GradientSink(sum_of=steps.sum_of, node=steps.node)
     for _ in range(STEPS):
-        batch = steps.trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = steps.trace.begin_step(share.batch_nbytes)
         steps.begin()
         run_leaves(steps.trace, share.record, share.nodes, share.micro_batches, sink)
         steps.sum_complete()
@@ -308,14 +331,14 @@ def with_divided_state(share: RankShare) -> MemoryTrace:
     return steps.trace
 
 
-def with_shards(share: RankShare, *, by: str, replicas: int) -> MemoryTrace:
+def with_shards(share: RankShare, *, by: str, replicas: int, offloads: bool = False) -> MemoryTrace:
     """Return the steps of a rank that has a part of the weights, too: `Shard(by=…, replicas=…)`.
 
     A unit is together from the first operator that reads one of its parameters until one reads a parameter of another
     unit; what belongs to no block, during the whole step.
     """
     units = share.record.units[by]
-    steps = DividedSteps(share, units, replicas)
+    steps = DividedSteps(share, units, replicas, offloads=offloads)
     rest = steps.unit_of.get(units[0][0]) if by == "block" and units[0] else None
     now: list[_DividedUnit] = []
 
@@ -330,7 +353,7 @@ def with_shards(share: RankShare, *, by: str, replicas: int) -> MemoryTrace:
 
     sink = GradientSink(sum_of=steps.sum_of, node=steps.node, reads=reads)
     for _ in range(STEPS):
-        batch = steps.trace.take(share.batch_nbytes, ACTIVATIONS)
+        batch = steps.trace.begin_step(share.batch_nbytes)
         steps.begin()
         if rest is not None:
             steps.bring(rest)
@@ -342,6 +365,11 @@ def with_shards(share: RankShare, *, by: str, replicas: int) -> MemoryTrace:
         steps.update()
         steps.trace.give(batch)
     return steps.trace
+
+
+def _pinned(nbytes: int) -> int:
+    """Return what torch takes for pinned memory: a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def _with_model(share: RankShare) -> MemoryTrace:
