@@ -41,10 +41,18 @@ class Machine:
     link_bytes_per_s: float
     """The rate of messages between two ranks of this host, which one copies in and the other one out."""
     cores: int
+    exchange_s: float = 0.0
+    """The time of an exchange of some bytes between all ranks, with the code around it."""
+    message_s: float = 0.0
+    """The same of a message between stages."""
     slowdown: float = 1.0
     """How many times as long computing takes where ranks compute on all of their cores at once."""
     memory_slowdown: float = 1.0
     """The same of passes over memory."""
+
+    def turns(self, ranks: int) -> float:
+        """Return how many ranks share a core, at least 1."""
+        return max(1.0, ranks / self.cores)
 
     def crowded_s(self, ranks: int, *, computing_s: float, moving_s: float = 0.0) -> float:
         """Return the time of what each rank does by itself, where all do it at once.
@@ -56,8 +64,7 @@ class Machine:
         """
         if ranks == 1:
             return computing_s + moving_s
-        turns = max(1.0, ranks / self.cores)
-        return turns * (self.slowdown * computing_s + self.memory_slowdown * moving_s)
+        return self.turns(ranks) * (self.slowdown * computing_s + self.memory_slowdown * moving_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,10 +25,10 @@ from unisono.estimate.step_memory import (
 )
 
 __all__ = [
-    "EXCHANGE_S",
     "busiest",
     "costs_without_stages",
     "memory_of",
+    "num_exchanges",
     "pages_s",
     "sending_s",
     "share_of",
@@ -40,9 +40,6 @@ _SMALL_NBYTES = 1 << 20
 _ADDITION = 3
 """Bytes moved for each byte of a sum: both operands are read, and one is written."""
 _COPY = 2
-EXCHANGE_S = 0.8e-3
-"""The time of an exchange of small messages between ranks of a host, with the Python code around it: the difference of
-measured steps with many of them and with few, on two cores of an AMD EPYC. Steps of 50 ms and more hardly know it."""
 _LOOK_S = 10e-6
 """The time in which by="size" looks at the arguments of an operation, likewise."""
 
@@ -173,7 +170,7 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
     shares = workload.shares_of(ranks)
     sent = sum_traffic(whole, layout, rank)
     memory = memory_of(with_replicas(share_of(profile, workload, ranks)), machine)
-    step_s = EXCHANGE_S + machine.crowded_s(
+    step_s = machine.turns(ranks) * machine.exchange_s + machine.crowded_s(
         ranks,
         computing_s=compute_s(profile, shares, workload.micro_batches),
         moving_s=_additions_s(profile, workload, machine)
@@ -253,7 +250,8 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
         + profile.update_s / ranks
         + sending_s(sent, machine),
     )
-    step_s += (1 + 2 * len(profile.record.units["size"])) * EXCHANGE_S  # a vote; sums and new weights of each unit
+    exchanges = 1 + 2 * len(profile.record.units["size"])  # a vote; sums and new weights of each unit
+    step_s += exchanges * machine.turns(ranks) * machine.exchange_s
     return LayoutCost(
         name=f"{ranks} ranks, zero=1",
         code="parallel=unisono.parallel.Shard(zero=1)",
@@ -264,9 +262,16 @@ def _divided_state(profile: ModelProfile, workload: Workload, machine: Machine) 
     )
 
 
-def _exchanges(profile: ModelProfile, by: str, passes: int) -> int:
-    """Return how many exchanges a step has in which units come together: the last unit of a pass begins the next."""
-    units = len(profile.record.units[by]) - (by == "block")
+def num_exchanges(units: int, passes: int) -> int:
+    """Return how many exchanges a step has in which units come together: the last unit of a pass begins the next.
+
+    Args:
+        units: Those of blocks.
+        passes: The micro-batches of a rank.
+
+    >>> num_exchanges(4, 1)
+    20
+    """
     gathers = passes * max(1, 2 * units - 2) + 2
     return 2 * gathers + units  # a vote and the weights; and sums
 
@@ -306,7 +311,8 @@ def _shards(
         + profile.update_s / ranks
         + sending_s(sent, machine),
     )
-    step_s += _exchanges(profile, by, passes) * EXCHANGE_S
+    units = len(profile.record.units[by]) - (by == "block")
+    step_s += num_exchanges(units, passes) * machine.turns(ranks) * machine.exchange_s
     name = f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards"
     return LayoutCost(
         name=name + (" by size" if by == "size" else ""),

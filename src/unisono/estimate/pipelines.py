@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
-from unisono.estimate.layouts import EXCHANGE_S, busiest, memory_of, pages_s, sending_s, sum_traffic
+from unisono.estimate.layouts import busiest, memory_of, pages_s, sending_s, sum_traffic
 from unisono.estimate.model_profile import ModelProfile
 from unisono.estimate.stage_memory import cut, with_stages
 from unisono.estimate.step_memory import RankShare
@@ -196,14 +196,14 @@ def _cost(
             + sending_s(sums, machine),
         )
     assert most is not None
-    exchanges = 2 * micro_batches * of.stages // of.ranks
+    messages = 2 * micro_batches * of.stages // of.ranks
     step_s = machine.crowded_s(workload.ranks, computing_s=expected.timeline.duration, moving_s=slowest_s)
     return LayoutCost(
         name=of.name,
         code=of.code(begins, expected.schedule),
         memory=most,
         sent_nbytes=sent_most,
-        step_s=step_s + exchanges * EXCHANGE_S,
+        step_s=step_s + messages * machine.turns(workload.ranks) * machine.message_s,
         waiting=expected.timeline.bubble,
         ranks=workload.ranks,
     )

@@ -14,6 +14,7 @@ from unisono.estimate.bare_rank import BareRank
 from unisono.estimate.costs import LayoutCost, Machine, Trial, Workload
 from unisono.estimate.crowding import Load, crowding
 from unisono.estimate.device_memory import DeviceMemory, memory_on_devices
+from unisono.estimate.exchange_times import measure_exchanges
 from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
 from unisono.estimate.operator_times import OperatorTimes, time_beside_operators
@@ -113,6 +114,8 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
         with _one_thread():
             profile, loads = _profile(build, request, all_stage_counts(workload))
             at_once = min(request.ranks, usable_cores())
+            tell("timing exchanges of ranks")
+            exchanges = measure_exchanges(min(request.ranks, max(2, usable_cores())))
             machine = Machine(
                 base_nbytes=bare.base_nbytes,
                 replay=bare.replay,
@@ -120,6 +123,8 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
                 page_bytes_per_s=page_rate(),
                 link_bytes_per_s=link_rate(),
                 cores=usable_cores(),
+                exchange_s=exchanges.exchange_s,
+                message_s=exchanges.message_s,
                 slowdown=crowding(loads, at_once),
                 memory_slowdown=crowding([Load(pass_over_memory, 1)], at_once),
             )
