@@ -28,8 +28,9 @@ _UNISONO = [sys.executable, "-m", "unisono"]
 _VIRTUAL_RANKS = 8
 _MODELS = {"digits": 128, "language_model": 64, "wide_language_model": 16, "resnet50": 16, "llama": 16}
 """The models, and the batch of each."""
-_STEPS, _SHARED_STEPS = 5, 10
-"""Steps of a run. In shared memory, copies for recovery are made in the course of 8."""
+_STEPS, _SHARED_STEPS, _MOST_STEPS, _TIME_S = 5, 10, 60, 3.0
+"""The least steps of a run, the most, and how long they are to take. In shared memory, copies for recovery are made in
+the course of 8; the first steps of small models take longer."""
 _TIMEOUT_S = 900
 _MEMORY_GOAL, _TIME_GOAL = 10.0, 20.0
 
@@ -50,6 +51,8 @@ def _compare(model: str, batch: int, ranks: int, effort: Effort) -> Iterator[Row
             continue
         shares_memory = layout["ranks"] > 1 and not layout["code"]
         steps = 3 if effort.quick else _SHARED_STEPS if shares_memory else _STEPS
+        if not effort.quick:
+            steps = max(steps, min(round(_TIME_S / layout["step_s"]), _MOST_STEPS))
         found = _train(model, batch, layout["ranks"], layout["code"], steps)
         case = f"{model}, batch {batch}, {layout['name']}"
         nbytes, step_s = memory_of(found), max(each["step_s"] for each in found)

@@ -110,7 +110,7 @@ def main(name: str, batch: str, virtual_ranks: str, steps: str, argument: str = 
     given: dict[str, Any] = eval(f"dict({argument})", {"unisono": unisono})
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=int(virtual_ranks), progress=False, **given)
     times_s: list[float] = []
-    for _ in trainer.epochs(1, max_steps=int(steps)):
+    for _ in trainer.epochs(int(steps), max_steps=int(steps)):
         for micro_batches in trainer.batches(data, batch_size=int(batch)):
             since_s = time.perf_counter()
             trainer.step(loss_fn, micro_batches)

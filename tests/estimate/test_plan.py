@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-
 PROGRAMS = Path(__file__).parent / "programs"
 MODELS = PROGRAMS / "planned_models.py"
 SIZES = "--ranks 2 --batch 32"
@@ -64,9 +63,9 @@ def test_the_table_has_80_columns_and_ends_with_what_to_type(answers):
     lines = answers["text"]["out"].splitlines()
     assert answers["text"]["code"] == 0 and answers["text"]["err"] == ""
     assert lines[:2] == ["Sequential: 16,640 parameters, AdamW", "batch 32 = 8 virtual ranks x 4 samples"]
-    rows = [line.split("  ")[0] for line in lines[4:12]]
+    rows = [re.split(r"  +| +(?=\d+ +\d+ )", line)[0] for line in lines[4:13]]
     assert rows[:4] == ["one process", "2 ranks, shared memory", "2 replicas", "2 ranks, zero=1"]
-    assert rows[4:] == ["2 shards", "2 shards by size", "2 stages", "4 stages on 2 ranks"]
+    assert rows[4:] == ["2 shards", "2 shards by size", "2 shards, sums divided", "2 stages", "4 stages on 2 ranks"]
     assert max(map(len, lines[:-2])) <= 80
     assert re.search(r"\n2 shards, offload +\d+ +\d+\ntensors at most in steps", answers["text"]["out"])
     assert "unisono.Trainer(model, optimizer, virtual_ranks=8" in lines[-2]
@@ -123,7 +122,7 @@ def test_micro_batches_have_less_to_keep(answers):
 
 def test_a_limit_that_nothing_keeps_is_told_with_what_takes_most(answers):
     out = answers["tight"]["out"]
-    assert out.count("too large") == 8
+    assert out.count("too large") == 9
     assert re.search(r"Nothing fits 1\.00 MB\. .+ needs least, \d+ MB, most of it for\n\w+: .+", out)
 
 
@@ -133,14 +132,14 @@ def test_layouts_are_trained_and_what_is_recommended_is_what_to_type(answers, fo
     assert max(map(len, lines[:-4])) <= 80
     first = lines.index(f"{'trained here':<22}{'MB':>8}{'step':>8}")
     rows = [
-        re.fullmatch(r"(.{22}) +(\d+) +([\d.]+) (ms|s)  (\d+) steps", line) for line in lines[first + 1 : first + 8]
+        re.fullmatch(r"(.{22}) +(\d+) +([\d.]+) (ms|s)  (\d+) steps", line) for line in lines[first + 1 : first + 9]
     ]
-    assert [row[1].strip() for row in rows] == [line.split("  ")[0] for line in lines[4:11]]
-    recommended = re.fullmatch(r"Recommended: (.+), (\d+) MB a rank, ([\d.]+) m?s a step.*", lines[first + 9])
+    assert [row[1].strip() for row in rows] == [line.split("  ")[0] for line in lines[4:12]]
+    recommended = re.fullmatch(r"Recommended: (.+), (\d+) MB a rank, ([\d.]+) m?s a step.*", lines[first + 10])
     (chosen,) = [row for row in rows if row[1].strip() == recommended[1]]
     assert chosen[3] == recommended[3] and abs(int(chosen[2]) - int(recommended[2])) <= 1
     assert all(200 < int(row[2]) < 2000 for row in rows)
-    advice = [line.strip() for line in lines[first + 10 : -1]]
+    advice = [line.strip() for line in lines[first + 11 : -1]]
     assert advice[1:] == ["trainer.batches(data, batch_size=32, micro_batch_size=2)"]
     program = tmp_path / "typed.py"
     program.write_text(

@@ -1,5 +1,6 @@
 """What a rank takes and gives back in steps, without the C library's heap."""
 
+import math
 from collections import Counter
 from functools import partial
 
@@ -13,9 +14,9 @@ from unisono.estimate.costs import Workload
 from unisono.estimate.device_memory import memory_on_devices
 from unisono.estimate.model_profile import profile_model
 from unisono.estimate.operator_times import OperatorTimes
+from unisono.estimate.rank_share import RankShare
 from unisono.estimate.stage_memory import cut, with_stages
 from unisono.estimate.step_memory import (
-    RankShare,
     in_one_process,
     with_divided_state,
     with_replicas,
@@ -43,13 +44,13 @@ def record():
     return profile_model(build, micro_batch=4, stages=[], times=OperatorTimes()).record
 
 
-def share(record, ranks, micro_batches=1):
-    layout = NodeLayout.of(leaves=LEAVES, world_size=ranks, virtual_ranks=LEAVES)
+def share(record, ranks, micro_batches=1, *, in_turn=False):
+    layout = NodeLayout.of(leaves=LEAVES, world_size=ranks, virtual_ranks=LEAVES, in_turn=in_turn)
     return RankShare(record, layout, 0, micro_batches, 1024)
 
 
-def alive_after(trace):
-    """Return the bytes of each kind at the end, and the most that were there at a time."""
+def alive_after(trace, of=None):
+    """Return the bytes of each kind at the end, and the most that were there at a time, of one kind or of all."""
     blocks, used, most = {}, Counter(), 0
     for what, number, nbytes, kind in trace.operations:
         if what == "give":
@@ -58,7 +59,7 @@ def alive_after(trace):
         elif what != "trim":
             blocks[number] = kind, nbytes
             used[kind] += nbytes
-            most = max(most, used.total())
+            most = max(most, used[of] if of else used.total())
     return used, most
 
 
@@ -96,15 +97,42 @@ def test_stages_have_the_passes_of_the_model_once(record):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gpipe"])
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("zero", [False, True])
+@pytest.mark.parametrize("zero", [None, 1])
 def test_a_stage_keeps_its_part_of_the_state(record, schedule, replicas, zero):
     passes = make_schedule(schedule, ranks=2, micro_batches=LEAVES // replicas)
     for number, stage in enumerate(cut(record, ["2"])):
         used, _ = alive_after(with_stages(share(record, replicas), {number: stage}, passes.actions[number], zero=zero))
-        divides = zero and replicas > 1
+        divides = zero == 1 and replicas > 1
         assert used["activations"] == 0
         assert used["optimizer"] == pytest.approx(WEIGHTS / (2 if divides else 1), rel=0.03)
         assert used["parameters"] == pytest.approx(WEIGHTS / 2 * (1.5 if divides else 1), rel=0.03)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_with_divided_sums_a_rank_keeps_as_much_and_takes_less_in_a_step(record, ranks):
+    whole = with_shards(share(record, ranks), by="block", replicas=1)
+    divided = with_shards(share(record, ranks, in_turn=True), by="block", replicas=1, divides_sums=True)
+    assert alive_after(divided)[0] == alive_after(whole)[0]
+    most = [alive_after(trace, of="gradients")[1] / WEIGHTS for trace in (whole, divided)]
+    shares, block = -(-LEAVES // ranks), 1 / BLOCKS
+    assert most[0] > 1 + 1 / ranks  # with two shares or more
+    assert shares > 1 and most[1] < (1 + math.log2(LEAVES)) / ranks + 3 * block
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_rank_keeps_a_part_of_stages_that_replicas_divide(record, replicas):
+    passes = make_schedule("breadth-first", ranks=2, micro_batches=LEAVES // replicas, stages_per_rank=2)
+    stages = cut(record, ["1", "2", "3"])
+    for rank in range(2):
+        own = {number: stages[number] for number in (rank, rank + 2)}
+        used, most = alive_after(with_stages(share(record, replicas), own, passes.actions[rank], zero=3))
+        assert used["activations"] == 0
+        part = 0.5 / replicas
+        assert [used[kind] / WEIGHTS for kind in ("parameters", "optimizer")] == pytest.approx(
+            [part, 2 * part], abs=0.02
+        )
+        _, with_weights = alive_after(with_stages(share(record, replicas), own, passes.actions[rank], zero=1))
+        assert most < 0.9 * with_weights
 
 
 def test_a_rank_keeps_the_state_of_several_stages_and_updates_them_at_once(record):
@@ -112,7 +140,7 @@ def test_a_rank_keeps_the_state_of_several_stages_and_updates_them_at_once(recor
     stages = cut(record, ["1", "2", "3"])
     for rank in range(2):
         own = {number: stages[number] for number in (rank, rank + 2)}
-        used, _ = alive_after(with_stages(share(record, 1), own, passes.actions[rank], zero=False))
+        used, _ = alive_after(with_stages(share(record, 1), own, passes.actions[rank], zero=None))
         assert used["activations"] == 0
         assert [used[kind] / WEIGHTS for kind in ("parameters", "optimizer")] == pytest.approx([0.5, 1], rel=0.03)
 

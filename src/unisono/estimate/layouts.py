@@ -15,8 +15,8 @@ from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
 from unisono.estimate.memory_trace import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, MemoryTrace
 from unisono.estimate.model_profile import ModelProfile
+from unisono.estimate.rank_share import RankShare
 from unisono.estimate.step_memory import (
-    RankShare,
     in_one_process,
     with_divided_state,
     with_replicas,
@@ -57,6 +57,8 @@ def costs_without_stages(profile: ModelProfile, workload: Workload, machine: Mac
                 if workload.ranks % replicas == 0:
                     yield _shards(profile, workload, machine, replicas=replicas)
             yield _shards(profile, workload, machine, by="size")
+            if workload.shares_of(workload.ranks) > 1:
+                yield _shards(profile, workload, machine, divides_sums=True)
 
 
 def memory_of(
@@ -129,15 +131,22 @@ def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) ->
     )
 
 
-def _layout(workload: Workload) -> NodeLayout:
+def _layout(workload: Workload, *, in_turn: bool = False) -> NodeLayout:
     leaves = workload.virtual_ranks
-    return NodeLayout.of(leaves=leaves, world_size=workload.ranks, virtual_ranks=leaves)
+    return NodeLayout.of(leaves=leaves, world_size=workload.ranks, virtual_ranks=leaves, in_turn=in_turn)
 
 
-def share_of(profile: ModelProfile, workload: Workload, ranks: int) -> RankShare:
-    """Return what the rank with the most shares computes."""
+def share_of(profile: ModelProfile, workload: Workload, ranks: int, *, in_turn: bool = False) -> RankShare:
+    """Return what the rank with the most shares computes.
+
+    Args:
+        profile: The model.
+        workload: How a step is divided.
+        ranks: The number of ranks that have shares of their own.
+        in_turn: True if virtual ranks are dealt to ranks in turn.
+    """
     leaves = workload.virtual_ranks
-    layout = NodeLayout.of(leaves=leaves, world_size=ranks, virtual_ranks=leaves)
+    layout = NodeLayout.of(leaves=leaves, world_size=ranks, virtual_ranks=leaves, in_turn=in_turn)
     rank = busiest(layout)
     count = sum(node.stop - node.start for node in layout.nodes[rank])
     batch = count * workload.micro_batches * profile.inputs_nbytes
@@ -283,13 +292,15 @@ def _shards(
     *,
     replicas: int = 1,
     by: Literal["block", "size"] = "block",
+    divides_sums: bool = False,
 ) -> LayoutCost:
-    layout, ranks = _layout(workload), workload.ranks
+    layout, ranks = _layout(workload, in_turn=divides_sums), workload.ranks
     rank, whole = busiest(layout), profile.gradients_nbytes
     shares = workload.shares_of(ranks)
     shards = ranks // replicas
-    given = f"replicas={replicas}" if replicas > 1 else f'by="{by}"'
-    trace = with_shards(share_of(profile, workload, ranks), by=by, replicas=replicas)
+    given = f"replicas={replicas}" if replicas > 1 else 'sums="divided"' if divides_sums else f'by="{by}"'
+    share = share_of(profile, workload, ranks, in_turn=divides_sums)
+    trace = with_shards(share, by=by, replicas=replicas, divides_sums=divides_sums)
     rest = profile.units_nbytes(by)[0] if by == "block" else 0
     own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
     blocks = profile.parameters_nbytes - rest
@@ -305,17 +316,18 @@ def _shards(
         ranks,
         computing_s=compute_s(profile, shares, workload.micro_batches)
         + (passes * len(profile.record.passes) * _LOOK_S if by == "size" else 0),
-        moving_s=_additions_s(profile, workload, machine)
+        moving_s=(0.0 if divides_sums else _additions_s(profile, workload, machine))
         + _moved_s(moved, machine)
         + pages_s(memory, machine)
         + profile.update_s / ranks
         + sending_s(sent, machine),
     )
     units = len(profile.record.units[by]) - (by == "block")
-    step_s += num_exchanges(units, passes) * machine.turns(ranks) * machine.exchange_s
+    exchanges = num_exchanges(units, passes) + (shares - 1) * (units + 1 if divides_sums else 0)
+    step_s += exchanges * machine.turns(ranks) * machine.exchange_s
     name = f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards"
     return LayoutCost(
-        name=name + (" by size" if by == "size" else ""),
+        name=name + (" by size" if by == "size" else ", sums divided" if divides_sums else ""),
         code=f"parallel=unisono.parallel.Shard({given})",
         memory=memory,
         sent_nbytes=sent,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
 from unisono.estimate.layouts import busiest, memory_of, pages_s, sending_s, sum_traffic
 from unisono.estimate.model_profile import ModelProfile
+from unisono.estimate.rank_share import RankShare
 from unisono.estimate.stage_memory import cut, with_stages
-from unisono.estimate.step_memory import RankShare
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.expectation import Expectation, fastest
 from unisono.parallel.pipeline.measuring import STATE_COPIES
@@ -27,6 +27,8 @@ _SLOTS = 2
 _ADDITION = 3
 _SEVERAL, _PER_RANK = "interleaved", 2
 """The schedule with several stages on a rank, and how many are planned."""
+_UNITS, _PER_UNIT = 16, 5
+"""With zero=3, the most units of a stage, and the exchanges of each: a vote and its weights, twice, and its sums."""
 _WORTH = 0.05
 """The part of a step that several stages on a rank must save if all are equal. Less is lost by messages."""
 
@@ -45,29 +47,34 @@ class _StagePlacing(NamedTuple):
     ranks: int
     """Those of a replica."""
     replicas: int
-    zero: bool = False
+    zero: Literal[1, 3] | None = None
 
     @property
     def schedules(self) -> tuple[str, ...]:
         """The schedules that a Trainer chooses from, or would be given."""
+        if self.zero == 3:
+            return ("breadth-first",)
         return _SCHEDULES if self.stages == self.ranks else (_SEVERAL,)
 
     @property
     def name(self) -> str:
         """What the table calls it."""
+        divided = f", zero={self.zero}" if self.zero else ""
         if self.stages > self.ranks:
             of_replicas = f" x {self.replicas}" if self.replicas > 1 else " ranks"
-            return f"{self.stages} stages on {self.ranks}{of_replicas}"
-        of_replicas = f" x {self.replicas}, zero=1" if self.zero else f" x {self.replicas} replicas"
+            what = str(self.stages) if divided else f"{self.stages} stages"  # the table has 80 columns
+            return f"{what} on {self.ranks}{of_replicas}{divided}"
+        of_replicas = f" x {self.replicas}{divided}" if self.zero else f" x {self.replicas} replicas"
         return f"{self.stages} stages" + (of_replicas if self.replicas > 1 else "")
 
     def code(self, begins: Sequence[str], schedule: str) -> str:
         """Return the argument of a Trainer; `begins` are the blocks with which stages begin, but for the first."""
         names = ", ".join(f'"{name}"' for name in begins)
-        given = f', schedule="{schedule}"' if schedule != _SCHEDULES[0] else ""
+        given = f', schedule="{schedule}"' if schedule != _SCHEDULES[0] and self.zero != 3 else ""
         if self.stages > self.ranks and self.replicas > 1:
             given += f", replicas={self.replicas}"
-        return f"parallel=unisono.parallel.Pipeline(stages=[{names}]{given}{', zero=1' if self.zero else ''})"
+        given += f", zero={self.zero}" if self.zero else ""
+        return f"parallel=unisono.parallel.Pipeline(stages=[{names}]{given})"
 
 
 def stage_counts(ranks: int) -> list[int]:
@@ -93,7 +100,7 @@ def interleaving_saves(ranks: int, micro_batches: int) -> float:
 
 def all_stage_counts(workload: Workload) -> list[int]:
     """Return the numbers of stages of all pipelines that are planned."""
-    return sorted({cut.stages for cut in _cuts(workload, divides=False)})
+    return sorted({cut.stages for cut in _cuts(workload, divides=True)})
 
 
 def _cuts(workload: Workload, *, divides: bool) -> Iterator[_StagePlacing]:
@@ -101,7 +108,7 @@ def _cuts(workload: Workload, *, divides: bool) -> Iterator[_StagePlacing]:
 
     Args:
         workload: How a step is divided.
-        divides: True if replicas may divide the optimizer's state.
+        divides: True if replicas may divide the state of stages.
     """
     for ranks in stage_counts(workload.ranks):
         replicas = workload.ranks // ranks
@@ -109,7 +116,8 @@ def _cuts(workload: Workload, *, divides: bool) -> Iterator[_StagePlacing]:
             continue
         yield _StagePlacing(ranks, ranks, replicas)
         if replicas > 1 and divides:
-            yield _StagePlacing(ranks, ranks, replicas, zero=True)
+            yield _StagePlacing(ranks, ranks, replicas, zero=1)
+            yield _StagePlacing(_PER_RANK * ranks, ranks, replicas, zero=3)
         micro_batches = workload.shares_of(replicas) * workload.micro_batches
         if interleaving_saves(ranks, micro_batches) >= _WORTH:
             yield _StagePlacing(_PER_RANK * ranks, ranks, replicas)
@@ -119,6 +127,8 @@ def costs_of_pipelines(
     profile: ModelProfile, workload: Workload, machine: Machine, *, limit_nbytes: int | None
 ) -> Iterator[LayoutCost | Uncut]:
     """Yield the pipelines with a rank for each stage, replicas of them, and those with two stages on each rank.
+
+    Those whose replicas divide stages as a whole have two on each rank, since one is together at a time.
 
     Args:
         profile: The model; its segments are those of the numbers of stages.
@@ -184,6 +194,8 @@ def _cost(
         if most is None or memory.total > most.total:
             most = memory
         sums = sum_traffic(own, layout, rank) if of.replicas > 1 else 0
+        if of.zero == 3:  # in the place of updated weights, each stage is sent for its forward and its backward passes
+            sums += own * (of.replicas - 1) // of.replicas
         sent_most = max(sent_most, micro_batches * sum(edges[stage] + edges[stage + 1] for stage in stages) + sums)
         part = own / max(1, profile.parameters_nbytes)
         commit = _SLOTS * (own + optimizer) / machine.memory_bytes_per_s if memory.copies else 0.0
@@ -197,13 +209,15 @@ def _cost(
         )
     assert most is not None
     messages = 2 * micro_batches * of.stages // of.ranks
+    units = 0 if of.zero != 3 else sum(min(_UNITS, len(stage.parameters)) for stage in cuts[:: of.ranks])
     step_s = machine.crowded_s(workload.ranks, computing_s=expected.timeline.duration, moving_s=slowest_s)
     return LayoutCost(
         name=of.name,
         code=of.code(begins, expected.schedule),
         memory=most,
         sent_nbytes=sent_most,
-        step_s=step_s + messages * machine.turns(workload.ranks) * machine.message_s,
+        step_s=step_s
+        + machine.turns(workload.ranks) * (messages * machine.message_s + _PER_UNIT * units * machine.exchange_s),
         waiting=expected.timeline.bubble,
         ranks=workload.ranks,
     )

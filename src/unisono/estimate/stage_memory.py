@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from unisono.estimate.divided_steps import DividedSteps
 from unisono.estimate.live_memory import MemoryEvent, ParameterEvent, PassEvent
 from unisono.estimate.memory_trace import (
     ACTIVATIONS,
@@ -24,7 +25,8 @@ from unisono.estimate.memory_trace import (
     push,
 )
 from unisono.estimate.model_profile import StepRecord
-from unisono.estimate.step_memory import DividedSteps, RankShare, take_rows
+from unisono.estimate.rank_share import RankShare
+from unisono.estimate.step_memory import take_rows
 from unisono.parallel.pipeline.schedule import Action
 from unisono.plan import Node
 
@@ -109,7 +111,7 @@ def _divide_backward(stage: StagePasses, gradients: Collection[int | None]) -> N
 
 
 def with_stages(
-    share: RankShare, stages: Mapping[int, StagePasses], actions: Sequence[Action], *, zero: bool
+    share: RankShare, stages: Mapping[int, StagePasses], actions: Sequence[Action], *, zero: int | None
 ) -> MemoryTrace:
     """Return the steps of a rank with one or several stages.
 
@@ -117,11 +119,12 @@ def with_stages(
         share: What the replica of the rank computes; its layout is that of the replicas.
         stages: The rank's stages, by their number.
         actions: The rank's passes.
-        zero: True if replicas divide the optimizer's state.
+        zero: 1 if replicas divide the optimizer's state, 3 if they divide weights and gradients, too; None: nothing.
     """
     trace, unbuffered = MemoryTrace(), share._replace(buffers_nbytes=0)
-    divides = zero and len(share.layout.nodes) > 1
-    kind = _DividedStage if divides else _WholeStage
+    divides = zero is not None and len(share.layout.nodes) > 1
+    kind = _WholeStage if not divides else _PartedStage if zero == 3 else _DividedStage
+    last = {action.stage: number for number, action in enumerate(actions)}
     first = min(stages)
     steps = {i: kind(share if i == first else unbuffered, stage, trace) for i, stage in stages.items()}
     parameters = [i for stage in stages.values() for i in stage.parameters]
@@ -131,8 +134,17 @@ def with_stages(
         runs = {i: _StageRun(share, stage, steps[i]) for i, stage in stages.items()}
         for each in steps.values():
             each.begin()
-        for action in actions:
+        now: int | None = None
+        for number, action in enumerate(actions):
+            if action.stage != now:
+                if now is not None:
+                    steps[now].leave()
+                steps[now := action.stage].enter()
             runs[action.stage](action)
+            if number == last[action.stage]:
+                steps[action.stage].complete()
+        if now is not None:
+            steps[now].leave()
         for i, run in runs.items():
             run.end()
             steps[i].end()
@@ -161,8 +173,17 @@ class _WholeStage:
         self.trace.give_all(self.total)
         self.total = {}
 
+    def enter(self) -> None:
+        """Turn to the stage: nothing comes together."""
+
+    def leave(self) -> None:
+        """Turn to another stage."""
+
+    def complete(self) -> None:
+        """End the passes of the stage in a step."""
+
     def end(self) -> None:
-        """End the passes of a step: all stages of a rank are updated at once, by `with_stages`."""
+        """End a step: all stages of a rank are updated at once, by `with_stages`."""
 
     def _sum_of(self, _: int, left: int | None, gradient: int | None) -> None:
         self.trace.give(left)
@@ -174,9 +195,12 @@ class _DividedStage:
 
     is_alone = False
 
-    def __init__(self, share: RankShare, stage: StagePasses, trace: MemoryTrace) -> None:
+    def __init__(
+        self, share: RankShare, stage: StagePasses, trace: MemoryTrace, *, replicas: int | None = None
+    ) -> None:
         units = _units(share.record, stage.parameters)
-        self._steps = DividedSteps(share, units, replicas=len(share.layout.nodes), trace=trace)
+        replicas = len(share.layout.nodes) if replicas is None else replicas
+        self._steps = DividedSteps(share, units, replicas=replicas, trace=trace)
         self.trace = trace
         self.total: Gradients = {}
         self.sink = GradientSink(sum_of=self._steps.sum_of, node=self._steps.node)
@@ -185,11 +209,41 @@ class _DividedStage:
         """Begin a step."""
         self._steps.begin()
 
+    def enter(self) -> None:
+        """Turn to the stage: its weights are here."""
+
+    def leave(self) -> None:
+        """Turn to another stage."""
+
+    def complete(self) -> None:
+        """End the passes of the stage in a step: gradients are summed at its end."""
+
     def end(self) -> None:
         """Sum the gradients, and update the weights."""
         self._steps.sum_complete()
         self._steps.update()
         self._steps.spread()
+
+
+class _PartedStage(_DividedStage):
+    """A stage whose weights and gradients replicas divide, too; see `StageTurns`."""
+
+    def __init__(self, share: RankShare, stage: StagePasses, trace: MemoryTrace) -> None:
+        super().__init__(share, stage, trace, replicas=1)
+
+    def enter(self) -> None:
+        """Bring the weights together."""
+        for unit in self._steps.units:
+            self._steps.bring(unit)
+
+    def leave(self) -> None:
+        """Give the weights back."""
+        for unit in self._steps.units:
+            self._steps.divide(unit)
+
+    def complete(self) -> None:
+        """Sum the gradients of the stage, whose passes have ended."""
+        self._steps.sum_complete()
 
 
 class _StageRun:
