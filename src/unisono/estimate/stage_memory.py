@@ -44,6 +44,8 @@ class StagePasses:
     backward: list[PassEvent] = field(default_factory=list)
     parameters: list[int] = field(default_factory=list)
     """The numbers of its parameters."""
+    tied: set[int] = field(default_factory=set)
+    """Those that later stages use as well."""
     for_inputs: list[PassEvent] = field(default_factory=list)
     """The part of the backward pass that the stage before waits for. What it reads and makes stays for the other."""
     for_weights: list[PassEvent] = field(default_factory=list)
@@ -89,6 +91,7 @@ def cut(record: StepRecord, begins: Sequence[str]) -> list[StagePasses]:
         stage.backward[:0] = first
         _divide_backward(stage, {p.gradient for p in record.parameters})
         stage.parameters = [i for i, of in stage_of.items() if of == number]
+        stage.tied = tied.intersection(stage.parameters)
     return stages
 
 
@@ -195,19 +198,29 @@ class _DividedStage:
 
     is_alone = False
 
-    def __init__(
-        self, share: RankShare, stage: StagePasses, trace: MemoryTrace, *, replicas: int | None = None
-    ) -> None:
-        units = _units(share.record, stage.parameters)
-        replicas = len(share.layout.nodes) if replicas is None else replicas
-        self._steps = DividedSteps(share, units, replicas=replicas, trace=trace)
+    def __init__(self, share: RankShare, stage: StagePasses, trace: MemoryTrace) -> None:
+        self._steps = self._divided(share, stage, trace)
+        """The steps of parts of the parameters."""
+        self._of = {i: steps for steps in self._steps for i in steps.unit_of}
         self.trace = trace
         self.total: Gradients = {}
-        self.sink = GradientSink(sum_of=self._steps.sum_of, node=self._steps.node)
+        self.sink = GradientSink(sum_of=self._sum_of, node=self._node)
+
+    def _divided(self, share: RankShare, stage: StagePasses, trace: MemoryTrace) -> list[DividedSteps]:
+        units = _units(share.record, stage.parameters)
+        return [DividedSteps(share, units, replicas=len(share.layout.nodes), trace=trace)]
+
+    def _sum_of(self, parameter: int, left: int | None, gradient: int | None) -> None:
+        self._of[parameter].sum_of(parameter, left, gradient)
+
+    def _node(self, number: int, sums: Gradients) -> None:
+        for steps in self._steps:
+            steps.node(number, {i: block for i, block in sums.items() if i in steps.unit_of})
 
     def begin(self) -> None:
         """Begin a step."""
-        self._steps.begin()
+        for steps in self._steps:
+            steps.begin()
 
     def enter(self) -> None:
         """Turn to the stage: its weights are here."""
@@ -220,30 +233,43 @@ class _DividedStage:
 
     def end(self) -> None:
         """Sum the gradients, and update the weights."""
-        self._steps.sum_complete()
-        self._steps.update()
-        self._steps.spread()
+        for steps in self._steps:
+            steps.sum_complete()
+            steps.update()
+            steps.spread()
 
 
 class _PartedStage(_DividedStage):
-    """A stage whose weights and gradients replicas divide, too; see `StageTurns`."""
+    """A stage whose weights and gradients replicas divide, too; see `StageTurns`.
 
-    def __init__(self, share: RankShare, stage: StagePasses, trace: MemoryTrace) -> None:
-        super().__init__(share, stage, trace, replicas=1)
+    Parameters that later stages use stay whole.
+    """
+
+    def _divided(self, share: RankShare, stage: StagePasses, trace: MemoryTrace) -> list[DividedSteps]:
+        apart = _units(share.record, [i for i in stage.parameters if i not in stage.tied])
+        whole = _units(share.record, sorted(stage.tied))
+        unbuffered, replicas = share._replace(buffers_nbytes=0), len(share.layout.nodes)
+        return [
+            DividedSteps(share, apart, replicas=1, trace=trace),
+            DividedSteps(unbuffered, whole, replicas=replicas, trace=trace),
+        ]
 
     def enter(self) -> None:
         """Bring the weights together."""
-        for unit in self._steps.units:
-            self._steps.bring(unit)
+        for steps in self._steps:
+            for unit in steps.units if not steps.keeps_weights else ():
+                steps.bring(unit)
 
     def leave(self) -> None:
         """Give the weights back."""
-        for unit in self._steps.units:
-            self._steps.divide(unit)
+        for steps in self._steps:
+            for unit in steps.units:
+                steps.divide(unit)
 
     def complete(self) -> None:
         """Sum the gradients of the stage, whose passes have ended."""
-        self._steps.sum_complete()
+        for steps in self._steps:
+            steps.sum_complete()
 
 
 class _StageRun:

@@ -36,9 +36,9 @@ from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.errors import UnisonoError
 from unisono.machine import give_memory_back
 
-__all__ = ["PartOfGradient", "ShardedEngine", "prepare_parts", "update_parts"]
+__all__ = ["LARGE_NBYTES", "PartOfGradient", "ShardedEngine", "prepare_parts", "update_parts"]
 
-_LARGE_NBYTES = 32 << 20
+LARGE_NBYTES = 32 << 20
 """Parameters on the CPU from which on free memory is given back before each step: passes over blocks leave holes in the
 C library's heap. It took a tenth of the peak, and 0.4 % of a step, of 33.6 million parameters on four ranks."""
 
@@ -95,7 +95,7 @@ class ShardedEngine(GradientAccumulation):
         self._layouts_of: list[list[PieceLayout]] = []
         """For each unit, the trained pieces of each rank."""
         self._is_large = False
-        """True if free memory is given back to the system before each step; see `_LARGE_NBYTES`."""
+        """True if free memory is given back to the system before each step; see `LARGE_NBYTES`."""
         self._missing: list[int] = []
         """For each unit, how many of its trained parameters have no gradient of the last leaf yet."""
         self._rows: list[list[dict[int, Tensor | None]]] = []
@@ -213,7 +213,7 @@ class ShardedEngine(GradientAccumulation):
                 )
         self._given = self._trained = trained
         on_cpu = sum(p.numel() * p.element_size() for p in trained.parameters if p.device.type == "cpu")
-        self._is_large = on_cpu >= _LARGE_NBYTES
+        self._is_large = on_cpu >= LARGE_NBYTES
         self._places = [found[id(p)] for p in trained.parameters]
         self._members = [{} for _ in self._division.units]
         for k, (u, i) in enumerate(self._places):

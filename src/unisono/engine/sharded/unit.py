@@ -153,6 +153,11 @@ class ShardedUnit:
         """True if the parameters have their values on this rank."""
 
     @property
+    def cpu_nbytes(self) -> int:
+        """The size of the parameters, if they come together in memory of the CPU; otherwise 0."""
+        return sum(p.numel() * p.element_size() for p in self.parameters) if self.device.type == "cpu" else 0
+
+    @property
     def keeps_weights(self) -> bool:
         """True if each rank has all values of the parameters at any time."""
         return self._grid.keeps_weights

@@ -14,12 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.engine.base import Preparation, Trained
-from unisono.engine.sharded.sharded_engine import PartOfGradient, ShardedEngine, prepare_parts, update_parts
+from unisono.engine.sharded.sharded_engine import (
+    LARGE_NBYTES,
+    PartOfGradient,
+    ShardedEngine,
+    prepare_parts,
+    update_parts,
+)
 from unisono.engine.staged.stage_divisions import StageDivisions
 from unisono.engine.staged.stage_map import StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 from unisono.engine.staged.staged_engine import StagedEngine
 from unisono.engine.step_transaction import StepTransaction
+from unisono.machine import give_memory_back
 
 __all__ = ["DividedStagedEngine"]
 
@@ -73,6 +80,9 @@ class DividedStagedEngine(StagedEngine):
                 for stage, division in self._divisions.of_stage.items()
             }
         super().start(step, trained, leaves=leaves)
+        own = sum(unit.cpu_nbytes for division in self._divisions.of_stage.values() for unit in division.units)
+        if own >= LARGE_NBYTES:
+            give_memory_back()
 
     def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip the sums; see `Engine`. The norm is that of all parts of all stages."""
