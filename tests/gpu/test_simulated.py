@@ -144,6 +144,7 @@ def undisturbed(alone, tmp_path_factory, of_one_rank):
         [(3, "block"), (2, "block")],
         [(2, "zero1"), (4, "replicas"), (1, "")],
         [(4, "both"), (4, "both"), (2, "stages")],
+        [(4, "parts"), (4, "parts"), (2, "block")],
         [(1, "offload"), (3, "offload"), (2, "block"), (1, "offload_zero1")],
         [(2, "offload_zero1"), (1, "offload"), (1, "")],
     ],

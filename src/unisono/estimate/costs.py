@@ -45,6 +45,8 @@ class Machine:
     """The time of an exchange of some bytes between all ranks, with the code around it."""
     message_s: float = 0.0
     """The same of a message between stages."""
+    shards_s: float = 0.0
+    """What a step with shards takes besides, however many exchanges it has."""
     slowdown: float = 1.0
     """How many times as long computing takes where ranks compute on all of their cores at once."""
     memory_slowdown: float = 1.0

@@ -1,7 +1,7 @@
 """How long ranks of this machine take to exchange little, with the code around it: by steps of a tiny model.
 
-A step with shards has many exchanges, one with stages many messages, and one of replicas computes the same with a
-single exchange. So differences tell what each costs. Start reading at `measure_exchanges`; this file is also the
+A step with shards has many exchanges, or few of them if all blocks are in one unit, one with stages has many messages,
+and one of replicas computes the same with a single exchange. So differences tell what each costs. Start reading at `measure_exchanges`; this file is also the
 program of the ranks.
 """
 
@@ -28,7 +28,8 @@ from unisono.parallel import Pipeline, Shard
 
 __all__ = ["ExchangeTimes", "measure_exchanges"]
 
-_BLOCKS, _WIDTH, _SAMPLES = 8, 8, 4
+_BLOCKS, _WIDTH, _SAMPLES = 8, 32, 1024
+"""Blocks that compute for a moment: where ranks meet often, they also wait for the one that is slower just then."""
 _SHARES = 4
 """Shares of a rank, each of which is a micro-batch."""
 _WARM, _STEPS = 8, 40
@@ -42,6 +43,8 @@ class ExchangeTimes(NamedTuple):
     """An exchange of some bytes between all ranks, as before a unit of shards comes together."""
     message_s: float = 0.0
     """A message from a stage to the next one, or back."""
+    shards_s: float = 0.0
+    """What a step with shards takes besides, however many exchanges it has."""
 
 
 def measure_exchanges(ranks: int) -> ExchangeTimes:
@@ -103,7 +106,8 @@ def _stepper(parallel: Shard | Pipeline | None, shares: int) -> Callable[[], flo
 
 def _measure(ranks: int) -> ExchangeTimes:
     shares = _SHARES * ranks
-    layouts = [None, Shard(unit_bytes=1), Pipeline(stages=[str(_BLOCKS * k // ranks) for k in range(1, ranks)])]
+    stages = [str(_BLOCKS * k // ranks) for k in range(1, ranks)]
+    layouts = [None, Shard(unit_bytes=1), Shard(), Pipeline(stages=stages)]
     steppers = [_stepper(layout, shares) for layout in layouts]
     times: list[list[float]] = [[] for _ in layouts]
     for number in range(_WARM + _STEPS):  # in turn, since the speed of cores changes
@@ -112,10 +116,11 @@ def _measure(ranks: int) -> ExchangeTimes:
             if number >= _WARM:
                 own.append(taken)
     # What other programs take from ranks shows in the upper half.
-    whole, shards, stages = (statistics.quantiles(own, n=4)[0] for own in times)
-    exchange_s = max(0.0, shards - whole) / (num_exchanges(_BLOCKS, _SHARES) - 1)
-    message_s = max(0.0, stages + exchange_s - whole) / (2 * shares)
-    return ExchangeTimes(exchange_s, message_s)
+    whole, many, few, cut = (statistics.quantiles(own, n=4)[0] for own in times)
+    fewest = num_exchanges(1, _SHARES)
+    exchange_s = max(0.0, many - few) / (num_exchanges(_BLOCKS, _SHARES) - fewest)
+    message_s = max(0.0, cut + exchange_s - whole) / (2 * shares)
+    return ExchangeTimes(exchange_s, message_s, max(0.0, few - whole - (fewest - 1) * exchange_s))
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ def _shards(
     )
     units = len(profile.record.units[by]) - (by == "block")
     exchanges = num_exchanges(units, passes) + (shares - 1) * (units + 1 if divides_sums else 0)
-    step_s += exchanges * machine.turns(ranks) * machine.exchange_s
+    step_s += machine.turns(ranks) * (machine.shards_s + exchanges * machine.exchange_s)
     name = f"{ranks} shards" if replicas == 1 else f"{replicas} x {shards} shards"
     return LayoutCost(
         name=name + (" by size" if by == "size" else ", sums divided" if divides_sums else ""),

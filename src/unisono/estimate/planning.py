@@ -125,6 +125,7 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
                 cores=usable_cores(),
                 exchange_s=exchanges.exchange_s,
                 message_s=exchanges.message_s,
+                shards_s=exchanges.shards_s,
                 slowdown=crowding(loads, at_once),
                 memory_slowdown=crowding([Load(pass_over_memory, 1)], at_once),
             )

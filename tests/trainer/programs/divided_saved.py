@@ -29,7 +29,11 @@ SHARDS = {
     "offload_zero1": {"offload": True, "zero": 1},
     "replicas": {"replicas": 2},
 }
-STAGES = {"stages": {"stages": 2}, "both": {"stages": 2, "replicas": 2, "zero": 1}}
+STAGES = {
+    "stages": {"stages": 2},
+    "both": {"stages": 2, "replicas": 2, "zero": 1},
+    "parts": {"stages": 4, "replicas": 2, "zero": 3},
+}
 DIE = int(options.get("die", -1))
 
 
