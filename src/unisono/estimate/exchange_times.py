@@ -1,8 +1,8 @@
 """How long ranks of this machine take to exchange little, with the code around it: by steps of a tiny model.
 
 A step with shards has many exchanges, or few of them if all blocks are in one unit, one with stages has many messages,
-and one of replicas computes the same with a single exchange. So differences tell what each costs. Start reading at `measure_exchanges`; this file is also the
-program of the ranks.
+and one of replicas computes the same with a single exchange. So differences tell what each costs. Start reading at
+`measure_exchanges`; this file is also the program of the ranks.
 """
 
 from __future__ import annotations

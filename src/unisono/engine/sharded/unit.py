@@ -24,7 +24,7 @@ from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.shared.partition import Piece, partition
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
-__all__ = ["PieceLayout", "ShardedUnit"]
+__all__ = ["PieceLayout", "ShardedUnit", "are_kept", "fill_of"]
 
 
 class _PieceRange(NamedTuple):
@@ -33,6 +33,21 @@ class _PieceRange(NamedTuple):
     piece: Piece
     start: int
     stop: int
+
+
+def fill_of(parameter: Tensor) -> float:
+    """Return the number that stands for the values of a parameter without memory: NaN, or 0 among whole numbers."""
+    return torch.nan if parameter.is_floating_point() or parameter.is_complex() else 0
+
+
+def are_kept(numbers: Sequence[Tensor], fills: Sequence[float]) -> list[bool]:
+    """Return whether tensors of one number each still have what `fill_of` has returned. Waits for a device once."""
+    if all(number.device.type == "cpu" for number in numbers):
+        values = [number.item() for number in numbers]
+        return [cmath.isnan(value) if fill else not value for value, fill in zip(values, fills, strict=True)]
+    pairs = zip(numbers, fills, strict=True)
+    kept: list[bool] = torch.stack([number.isnan() if fill else number == 0 for number, fill in pairs]).tolist()
+    return kept
 
 
 class PieceLayout:
@@ -141,7 +156,7 @@ class ShardedUnit:
         ]
         for whole in self._whole:
             whole.untyped_storage().resize_(0)
-        self._fills = [torch.nan if p.is_floating_point() or p.is_complex() else 0 for p in self.parameters]
+        self._fills = [fill_of(p) for p in self.parameters]
         self._numbers = [
             torch.full((), fill, dtype=d, device=self.device) for fill, d in zip(self._fills, dtypes, strict=True)
         ]
@@ -231,12 +246,7 @@ class ShardedUnit:
         if self.is_together:
             return None
         found = None
-        if self.device.type == "cpu":
-            values = [number.item() for number in self._numbers]
-            kept = [cmath.isnan(value) if fill else not value for value, fill in zip(values, self._fills, strict=True)]
-        else:  # with one wait for the device
-            pairs = zip(self._numbers, self._fills, strict=True)
-            kept = torch.stack([number.isnan() if fill else number == 0 for number, fill in pairs]).tolist()
+        kept = are_kept(self._numbers, self._fills)
         for i, number in enumerate(self._numbers):
             if not kept[i] or self.parameters[i]._version != self._versions[i]:
                 number.fill_(self._fills[i])

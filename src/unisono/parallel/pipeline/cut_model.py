@@ -29,7 +29,6 @@ from unisono.watch.event_kinds import PipelineFields
 
 __all__ = ["CutModel"]
 
-
 _KEPT_PLANS = 256
 
 
@@ -192,7 +191,8 @@ class CutModel:
         known = self.ownership.map
         if known is None or self.starts is None:
             return None
-        how = {"starts": list(self.starts), "ranks": self.ranks.size, "schedule": self._schedule}
+        limit = self._pipeline.memory_gib
+        how = {"starts": list(self.starts), "ranks": self.ranks.size, "memory_gib": limit, "schedule": self._schedule}
         return {**how, **known.document()}
 
     def has_same_stages(self, document: Mapping[str, Any]) -> bool:
@@ -203,7 +203,8 @@ class CutModel:
         """
         if self.starts is not None:
             return bool(list(self.starts) == document["starts"])
-        return bool(len(document["starts"]) + 1 == self.ranks.stages and document["ranks"] == self.ranks.size)
+        here = self.ranks.stages, self.ranks.size, self._pipeline.memory_gib
+        return here == (len(document["starts"]) + 1, document["ranks"], document["memory_gib"])
 
     def begin_with(self, document: Mapping[str, Any]) -> None:
         """Go on with the stages of a run before, instead of finding in the first step which of them has what."""

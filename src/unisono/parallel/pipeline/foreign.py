@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import cmath
-import math
 from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
 
+from unisono.engine.sharded.unit import are_kept, fill_of
 from unisono.parallel.pipeline.placeholder import TensorLayout
 
 __all__ = ["ForeignParameters"]
@@ -49,7 +48,7 @@ class ForeignParameters:
         for name, parameter in self._parameters.items():
             if name not in own and name not in self._layouts:
                 self._layouts[name] = TensorLayout.of(parameter)
-                number = torch.full((), _fill_of(parameter), dtype=parameter.dtype, device=parameter.device)
+                number = torch.full((), fill_of(parameter), dtype=parameter.dtype, device=parameter.device)
                 parameter.data = number.expand(parameter.shape)
                 self._numbers[name] = number, parameter._version
 
@@ -63,15 +62,13 @@ class ForeignParameters:
     def written(self) -> str | None:
         """Return the name of a parameter without memory that was written to, and drop all such values; or None."""
         found = None
-        for name, (number, version) in self._numbers.items():
-            parameter, value = self._parameters[name], number.item()
-            fill = _fill_of(parameter)
-            if not (value == fill or (cmath.isnan(fill) and cmath.isnan(value))) or parameter._version != version:
+        parameters = [self._parameters[name] for name in self._numbers]
+        fills = [fill_of(p) for p in parameters]
+        kept = are_kept([number for number, _ in self._numbers.values()], fills)
+        for name, p, fill, is_kept in zip([*self._numbers], parameters, fills, kept, strict=True):
+            number, version = self._numbers[name]
+            if not is_kept or p._version != version:
                 number.fill_(fill)
-                self._numbers[name] = number, parameter._version
+                self._numbers[name] = number, p._version
                 found = found or name
         return found
-
-
-def _fill_of(parameter: Tensor) -> float:
-    return math.nan if parameter.is_floating_point() or parameter.is_complex() else 0.0
