@@ -1,5 +1,6 @@
 """`unisono plan`: what it prints, what it counts, and what it refuses."""
 
+import fcntl
 import json
 import re
 import shlex
@@ -38,25 +39,34 @@ COMMANDS = {
 }
 PLANNED, TRAINED = ("text", "four", "half", "real", "tight", "large"), ("trained", "failing", "too large to train")
 GROUPS = (PLANNED, TRAINED, tuple(name for name in COMMANDS if name not in {*PLANNED, *TRAINED}))
-"""Those of a group run in one process, when a test asks for the first of them: all take 40 s on a quiet machine."""
+"""Those of a group run in one process, when a test asks for the first of them: all take 50 s on a quiet machine."""
 PARAMETERS = 4 * (64 * 64 + 64)
 
 
 class Answers(dict):
+    """What commands print. Those of a group are run once, for all processes of tests."""
+
     def __init__(self, run, folder):
         self.run, self.folder = run, folder
 
     def __missing__(self, name):
-        group = next(group for group in GROUPS if name in group)
-        path = self.folder / f"commands-{GROUPS.index(group)}"
-        path.write_text("".join(f"plan {shlex.join(shlex.split(COMMANDS[each]))}\n" for each in group))
-        self.update(zip(group, map(json.loads, self.run(PROGRAMS / "command.py", path)), strict=True))
+        number, group = next((number, group) for number, group in enumerate(GROUPS) if name in group)
+        path, known = self.folder / f"commands-{number}", self.folder / f"answers-{number}.json"
+        with (self.folder / f"lock-{number}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not known.exists():
+                path.write_text("".join(f"plan {shlex.join(shlex.split(COMMANDS[each]))}\n" for each in group))
+                known.write_text(json.dumps([*map(json.loads, self.run(PROGRAMS / "command.py", path))]))
+        self.update(zip(group, json.loads(known.read_text()), strict=True))
         return self[name]
 
 
 @pytest.fixture(scope="module")
-def answers(fork_python, tmp_path_factory):
-    return Answers(fork_python, tmp_path_factory.mktemp("plan"))
+def answers(fork_python, tmp_path_factory, worker_id):
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "plan"
+    folder.mkdir(exist_ok=True)
+    return Answers(fork_python, folder)
 
 
 def test_the_table_has_80_columns_and_ends_with_what_to_type(answers):

@@ -28,11 +28,11 @@ from unisono.parallel import Pipeline, Shard
 
 __all__ = ["ExchangeTimes", "measure_exchanges"]
 
-_BLOCKS, _WIDTH, _SAMPLES = 8, 32, 1024
+_BLOCKS, _WIDTH, _SAMPLES = 8, 32, 512
 """Blocks that compute for a moment: where ranks meet often, they also wait for the one that is slower just then."""
 _SHARES = 4
 """Shares of a rank, each of which is a micro-batch."""
-_WARM, _STEPS = 8, 40
+_WARM, _STEPS = 3, 12
 _PATIENCE_S = 120.0
 
 
