@@ -8,6 +8,7 @@ from unisono.errors import EstimateError
 from unisono.estimate import exchange_times
 
 
+@pytest.mark.soak  # plans of several ranks measure them, too
 def test_exchanges_and_messages_take_some_time_between_two_ranks():
     found = exchange_times.measure_exchanges(2)
     assert 1e-6 < found.exchange_s < 0.2
