@@ -227,7 +227,7 @@ class Contents:
         }
         self.optimizers = merged_state(tables, {name: form.shape for name, form in forms.items()})
         """The state of the optimizers, with tensors on the meta device for what is divided."""
-        of_weights = {"model": subjects.modules} | ({"ema": subjects.averages} if subjects.averages else {})
+        of_weights = subjects.weights
         claimed = {
             group: ClaimedTensors(group, rank, len(tables), forms, self._assemble)
             for group in (*of_weights, "optimizer")

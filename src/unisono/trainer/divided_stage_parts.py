@@ -64,7 +64,7 @@ def divided_stage_table(
         for piece, _ in unit.updated_values()
         for name in (names[id(unit.parameters[piece.parameter])],)
     }
-    groups = _models(subjects)
+    groups = subjects.weights
     whole = {
         group: {n: form_of(t) for n, t in model_tensors(modules).items() if is_own(n) and n not in apart}
         for group, modules in groups.items()
@@ -111,7 +111,7 @@ class DividedStageContents:
         of_pieces = [table.pieces for table in tables]
         self.optimizers = merged_state(of_pieces, {name: form.shape for name, form in forms.items()})
         """The state of the optimizers, with tensors on the meta device for what is divided."""
-        groups = _models(subjects)
+        groups = subjects.weights
         claimed = {
             group: ClaimedTensors(group, rank, len(tables), forms, self._assemble) for group in (*groups, "optimizer")
         }
@@ -169,7 +169,3 @@ class DividedStageContents:
         of_replicas = {rank // self._ranks.size: numel for rank, numel in numels.items()}
         exchange = self._division_of[parameter].exchange
         return exchange.assemble(own, of_replicas, owner=owner // self._ranks.size)
-
-
-def _models(subjects: Subjects) -> dict[str, Mapping[str, nn.Module]]:
-    return {"model": subjects.modules} | ({"ema": subjects.averages} if subjects.averages else {})

@@ -142,6 +142,11 @@ class Subjects:
     put_whole: Callable[[dict[str, dict[str, Tensor]]], None] | None = None
     """Puts whole tensors into the groups of a checkpoint in the place of those that are divided over ranks."""
 
+    @property
+    def weights(self) -> dict[str, Mapping[str, nn.Module]]:
+        """The models by the group of a checkpoint that has their tensors: "model", and "ema" if there are averages."""
+        return {"model": self.modules} | ({"ema": self.averages} if self.averages else {})
+
 
 def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return all parameters and persistent buffers by name; the tensors share memory with the models.

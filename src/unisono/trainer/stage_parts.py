@@ -40,7 +40,7 @@ def own_stage_table(subjects: Subjects, is_own: Callable[[str], bool]) -> StageT
     return StageTable(
         {
             group: {name: form_of(t) for name, t in model_tensors(modules).items() if is_own(name)}
-            for group, modules in _models(subjects).items()
+            for group, modules in subjects.weights.items()
         },
         {
             key: {
@@ -84,7 +84,7 @@ class StageContents:
                 model_tensors(modules),
                 tied_members(modules),
             )
-            for group, modules in _models(subjects).items()
+            for group, modules in subjects.weights.items()
         }
         """By group, who writes what."""
         self.plans["optimizer"] = self._plan_optimizers(subjects)
@@ -149,10 +149,6 @@ class StageContents:
             for claim in plan.starts[self._rank]
         }
         return plan
-
-
-def _models(subjects: Subjects) -> dict[str, Any]:
-    return {"model": subjects.modules} | ({"ema": subjects.averages} if subjects.averages else {})
 
 
 def _described(value: Any) -> Any:

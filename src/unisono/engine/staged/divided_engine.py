@@ -1,4 +1,4 @@
-"""The engine of a rank in a pipeline whose replicas divide the optimizers' state among them.
+"""The engine of a rank in a pipeline whose replicas divide the optimizers' state, or stages as a whole, among them.
 
 Gradients of a stage are summed over its ranks, one of each replica, as those of a model that is divided over ranks with
 `zero=1`: each rank gets the sum of its part, updates it, and sends the new weights to the others.
@@ -37,7 +37,7 @@ class DividedStagedEngine(StagedEngine):
     Args:
         optimizer: The optimizer, of all parameters of the model.
         ranks: The place of this rank.
-        divisions: The state of the optimizers on this rank.
+        divisions: The state of this rank's stages.
         ownership: Who has which parameter.
         modules: The models.
         virtual_ranks: Shares of a whole batch.

@@ -58,7 +58,7 @@ class StageDivisions:
     def of(self, model: nn.Module) -> StageDivisions:
         """Return the divisions of the model or of a copy of it, such as an average, which are alike.
 
-        A copy comes together and apart with the model.
+        A copy comes together and apart with the model. It is for divided weights alone.
         """
         known = [each for each in (self, *self._copies) if each._model is model]
         if known:
@@ -74,7 +74,7 @@ class StageDivisions:
             for each in (self, *self._copies):
                 each.of_stage = {stage: each._division(stage) for stage in self._ranks.own_stages}
             for stage, division in self.of_stage.items():
-                division.beside += [each.of_stage[stage] for each in self._copies if each.divides_weights]
+                division.beside += [each.of_stage[stage] for each in self._copies]
         for division in self.of_stage.values():
             division.divide()
 
